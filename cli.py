@@ -1,0 +1,150 @@
+"""
+The door of every script: Hydra in, strict dataclasses out, and one clear line for a wrong input.
+
+A script is a function under `@script("NAME")`: configs/NAME.yaml is its configuration, `key=value` on the command line
+overrides it, `--help` prints its docstring and that file, whose comments say why each number is what it is.
+"""
+
+import difflib
+import os
+import re
+import signal
+import sys
+import traceback
+import types
+import typing
+from dataclasses import fields
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+CONFIGS = ROOT / "configs"
+
+
+class InputError(ValueError):
+    """A wrong input. Its message is one line: the value, what is allowed, the nearest fix. Scripts exit with code 2."""
+
+
+def nearest(word, allowed):
+    """', did you mean X?' when something allowed is close to the word, else ''."""
+    match = difflib.get_close_matches(str(word), [str(a) for a in allowed], n=1, cutoff=0.5)
+    return f", did you mean {match[0]}?" if match else ""
+
+
+def strict(cls, values, where):
+    """A dataclass from a mapping: unknown names, missing values and wrong types are one InputError line naming them."""
+    known = {f.name: f.type for f in fields(cls)}
+    checked = {}
+    for name, value in values.items():
+        if name not in known:
+            raise InputError(f"{where}.{name} is unknown{nearest(name, known)} (known: {', '.join(known)})")
+        union = typing.get_origin(known[name]) in (types.UnionType, typing.Union)
+        allowed = typing.get_args(known[name]) if union else (known[name],)
+        if float in allowed and type(value) is int:
+            value = float(value)  # 1 is a fine learning rate; true is not
+        if type(value) not in allowed:
+            names = " or ".join("null" if t is type(None) else t.__name__ for t in allowed)
+            raise InputError(f"{where}.{name}={value!r} is not allowed: it takes {names}")
+        checked[name] = value
+    try:
+        return cls(**checked)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def show_help(config_name, docstring):
+    print(docstring.strip())
+    groups = sorted(p for p in CONFIGS.iterdir() if p.is_dir())
+    text = (CONFIGS / f"{config_name}.yaml").read_text()
+    used = [g for g in groups if re.search(rf"^\s*- {g.name}:", text, re.M)]
+    print("\nChoices:")
+    for group in used:
+        print(f"  {group.name}={'|'.join(sorted(p.stem for p in group.glob('*.yaml')))}   (configs/{group.name}/)")
+    print(f"\nEvery key below can be set as key=value; configs/{config_name}.yaml says:\n")
+    print(text)
+    for group in used:
+        default = re.search(rf"^\s*- {group.name}: (\w+)", text, re.M).group(1)
+        if default != "null":
+            print(f"# configs/{group.name}/{default}.yaml")
+            print((group / f"{default}.yaml").read_text())
+
+
+def explain(error, config_name):
+    """One line from one of Hydra's or OmegaConf's errors, with the nearest key there is."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
+
+    message = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    message = re.sub(r"; (Config search path|See https|full_key).*", "", message).replace(":;", ":").replace("\t", "")
+    key = re.search(r"Could not (?:override|append to config)[^']*'([^']+)'", message)
+    if not key:
+        return message
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        flat, stack = [], [("", OmegaConf.to_container(compose(config_name)))]
+    while stack:
+        prefix, node = stack.pop()
+        for name, value in node.items():
+            flat.append(prefix + name)
+            if isinstance(value, dict):
+                stack.append((f"{prefix}{name}.", value))
+    return f"{key.group(1)} is no key of this script{nearest(key.group(1), flat)} (--help lists them)"
+
+
+def script(config_name):
+    """Decorator: the function, given its composed config as plain Python types, becomes the script's main()."""
+
+    def decorate(function):
+        def main():
+            if any(a in ("--help", "-h") for a in sys.argv[1:]):
+                show_help(config_name, sys.modules[function.__module__].__doc__)
+                return
+            os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, we say them in one line
+            import hydra
+            from hydra.errors import HydraException
+            from omegaconf import OmegaConf
+            from omegaconf.errors import OmegaConfBaseException
+
+            multirun = any(a in ("-m", "--multirun") for a in sys.argv[1:])
+            extra = [a for a in sys.argv[1:] if a.startswith(("+", "~"))]
+            if extra:
+                fail(f"{extra[0]}: keys cannot be added or removed, only set as key=value (--help lists them)")
+
+            def task(cfg):
+                try:
+                    return function(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
+                except Exception as error:
+                    if not multirun and isinstance(error, InputError):
+                        fail(str(error))
+                    if multirun:  # said at once; the other runs go on, and the exit code tells in the end
+                        what = " ".join(hydra.core.hydra_config.HydraConfig.get().overrides.task)
+                        print(f"FAILED {what}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                        if not isinstance(error, InputError):
+                            traceback.print_exc()
+                    raise
+
+            task.__module__ = function.__module__
+            try:
+                hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(task)()
+            except InputError as error:
+                fail(str(error))
+            except (HydraException, OmegaConfBaseException) as error:
+                fail(explain(error, config_name))
+            except KeyboardInterrupt:
+                print("interrupted: the same command continues where it stopped", file=sys.stderr)
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGINT)  # die of it, so that make and the shell stop too
+            except Exception:
+                if not multirun:
+                    raise
+                print("error: at least one run failed, see FAILED above", file=sys.stderr)
+                sys.exit(1)
+
+        return main
+
+    return decorate
+
+
+def fail(message):
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
