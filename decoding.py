@@ -1,0 +1,111 @@
+"""
+Generating text: small pure functions over a model and a cache.
+
+The rule past the context, the same with and without a cache: tokens collect in a window; when it would outgrow
+block_size, only its newest block_size // 2 tokens are kept, their positions restart at 0 (so the cache is refilled from
+them), and generation goes on. A prompt longer than block_size is cropped by the same rule.
+"""
+
+import math
+
+import torch
+
+from kv_cache.dense import DenseCache
+
+
+def make_cache(model, tokens, batch=1, dtype=None):
+    """An empty dense cache for `batch` sequences of up to `tokens` tokens (never more than the model's context)."""
+    config, weight = model.config, model.wte.weight
+    capacity = min(tokens, config.block_size)
+    dtype = dtype or weight.dtype
+    return DenseCache(config.n_layer, config.n_kv, config.head_dim, capacity, batch, dtype, weight.device)
+
+
+def check_sampling(temperature=1.0, top_k=None, top_p=None):
+    """ValueError, in one line, for settings no distribution can be made from."""
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature={temperature} is not allowed: 0 (greedy) or any positive number")
+    if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
+        raise ValueError(f"top_k={top_k} is not allowed: a whole number of at least 1, or null for all tokens")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p} is not allowed: above 0 and up to 1, or null for all tokens")
+
+
+def distribution(logits, temperature=1.0, top_k=None, top_p=None):
+    """
+    The probabilities [B, V] that sampling draws from, given logits [B, V]: temperature first, then the top_k most likely
+    tokens, then the smallest set whose probability reaches top_p (arXiv 1904.09751, section 3.1). Temperature 0 puts all
+    mass on the most likely token. Float32 at least, and finite for any temperature.
+    """
+    check_sampling(temperature, top_k, top_p)
+    logits = logits.float()
+    if temperature == 0:
+        return torch.zeros_like(logits).scatter_(1, logits.argmax(dim=1, keepdim=True), 1.0)
+    logits = logits - logits.max(dim=1, keepdim=True).values  # so that a tiny temperature cannot overflow
+    probs = torch.softmax(logits / temperature, dim=1)
+    if top_k is None and top_p is None:
+        return probs
+    sorted_probs, order = probs.sort(dim=1, descending=True, stable=True)
+    if top_k is not None:
+        sorted_probs[:, top_k:] = 0.0
+        sorted_probs /= sorted_probs.sum(dim=1, keepdim=True)
+    if top_p is not None:
+        before = sorted_probs.cumsum(dim=1) - sorted_probs  # mass of all more likely tokens
+        sorted_probs[before >= top_p] = 0.0
+        sorted_probs /= sorted_probs.sum(dim=1, keepdim=True)
+    return torch.zeros_like(probs).scatter_(1, order, sorted_probs)
+
+
+def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    """One token [B] from logits [B, V]; temperature 0 is greedy and draws nothing from the generator."""
+    if temperature == 0:
+        return logits.argmax(dim=1)
+    probs = distribution(logits, temperature, top_k, top_p)
+    if generator is not None:
+        probs = probs.to(generator.device)  # one CPU generator gives the same draws on every device
+    return torch.multinomial(probs, 1, generator=generator).squeeze(1).to(logits.device)
+
+
+def next_logits(model, idx, cache=None):
+    """Logits [B, V] for the token after idx [B, T]; only the last position goes through the head."""
+    return model.lm_head(model.features(idx, cache)[:, -1])
+
+
+@torch.no_grad()
+def prefill(model, idx, cache, chunk=None):
+    """Feed a prompt [B, T] into the cache, `chunk` tokens at a time (default: all at once) -> next logits [B, V]."""
+    for part in idx.split(chunk or idx.size(1), dim=1):
+        logits = next_logits(model, part, cache)
+    return logits
+
+
+@torch.no_grad()
+def generate(model, idx, max_new_tokens, cache=None, temperature=1.0, top_k=None, top_p=None, generator=None):
+    """
+    Continue the prompts idx [B, T]: yields one token [B] at a time, max_new_tokens times. Without a cache the whole window
+    is recomputed for each token; with one, only the new token is. Same text either way, past the context too (see the rule
+    at the top). ValueError, before any work, for an empty prompt, sampling settings out of range or a cache too small.
+    """
+    B, T = idx.shape
+    check_sampling(temperature, top_k, top_p)
+    if T == 0:
+        raise ValueError("the prompt is empty: give at least one token")
+    block = model.config.block_size
+    needed = min(block, T + max_new_tokens - 1)  # the last token is returned, never fed
+    if cache is not None:
+        if cache.capacity < needed:
+            raise ValueError(f"the cache holds {cache.capacity} tokens, this generation needs {needed}")
+        cache.reset()
+    tokens = torch.empty(B, T + max_new_tokens, dtype=torch.long, device=idx.device)
+    tokens[:, :T] = idx
+    start = 0  # the window is tokens[:, start:stop]
+    for stop in range(T, T + max_new_tokens):
+        if stop - start > block:
+            start = stop - max(1, block // 2)
+            if cache is not None:
+                cache.reset()
+        held = 0 if cache is None else cache.length
+        logits = next_logits(model, tokens[:, start + held : stop], cache)
+        token = sample_token(logits, temperature, top_k, top_p, generator)
+        tokens[:, stop] = token
+        yield token

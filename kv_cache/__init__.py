@@ -1,0 +1,1 @@
+"""Key-value caches, one file each, behind one contract; `accounting` holds the closed byte formula of every one."""

@@ -1,0 +1,75 @@
+"""
+The plain KV cache: every key and value of every token, kept as computed.
+
+The contract shared by all caches: `attend(layer, q, k, v)` appends the new tokens' keys and values and returns attention
+over everything held; `length`, `truncate`, `reset`, `nbytes`, `capacity_nbytes`. The model passes the cache along and
+knows nothing else about it.
+"""
+
+import torch
+from torch.nn import functional as F
+
+
+class DenseCache:
+    """
+    Preallocated: one tensor [B, n_kv, capacity, hd] for the keys and one for the values of each layer, never grown and
+    never copied. Sized by n_kv, not by the query heads.
+    """
+
+    def __init__(self, n_layer, n_kv, head_dim, capacity, batch=1, dtype=torch.float32, device="cpu"):
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            raise ValueError(f"dtype={dtype} cannot be attended over: float32, bfloat16 or float16")
+        shape = (batch, n_kv, capacity, head_dim)
+        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(n_layer)]
+        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(n_layer)]
+        self.capacity = capacity
+        self.length = 0  # tokens held; advances when the last layer has appended
+
+    def attend(self, layer, q, k, v):
+        """
+        Append t tokens, k and v [B, n_kv, t, hd], and attend q [B, n_head, t, hd] over all held tokens, causally by
+        absolute position -> [B, n_head, t, hd]. Raises ValueError before writing when the capacity would be exceeded.
+        """
+        B, n_head, t, hd = q.shape
+        past, total = self.length, self.length + t
+        if total > self.capacity:
+            raise ValueError(f"{past} + {t} tokens do not fit the cache: capacity={self.capacity}")
+        keys, values = self.keys[layer], self.values[layer]
+        keys[:, :, past:total] = k  # casts to the cache's dtype
+        values[:, :, past:total] = v
+        keys, values = keys[:, :, :total], values[:, :, :total]  # views [B, n_kv, total, hd]
+        if layer == len(self.keys) - 1:
+            self.length = total
+        dtype, q = q.dtype, q.to(keys.dtype)
+        n_kv = keys.size(1)
+        if past == 0 and t > 1:
+            y = F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=n_kv != n_head)
+            return y.to(dtype)
+        # The query heads of a group are stacked along t, so K and V are read in place, once for the whole group.
+        group = n_head // n_kv
+        q = q.reshape(B, n_kv, group * t, hd)  # head h = kv * group + g, so this is [B, n_kv, (g, t), hd]
+        mask = None  # one new token sees everything held
+        if t > 1:  # new token i, at position past + i, sees keys 0 .. past + i
+            mask = torch.ones(t, total, dtype=torch.bool, device=q.device).tril(past).repeat(group, 1)  # [group*t, total]
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)  # [B, n_kv, group*t, hd]
+        return y.view(B, n_head, t, hd).to(dtype)
+
+    def truncate(self, length):
+        """Forget all but the first `length` tokens; exact. ValueError when there are fewer."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot truncate to {length} tokens: the cache holds {self.length}")
+        self.length = length
+
+    def reset(self):
+        self.length = 0
+
+    def nbytes(self):
+        """Bytes in use, by component: the held part of the real tensors."""
+        return {
+            "keys": sum(t[:, :, : self.length].numel() * t.element_size() for t in self.keys),
+            "values": sum(t[:, :, : self.length].numel() * t.element_size() for t in self.values),
+        }
+
+    def capacity_nbytes(self):
+        """Bytes allocated, held or not: the storage of the real tensors."""
+        return sum(t.untyped_storage().nbytes() for t in self.keys + self.values)
