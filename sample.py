@@ -1,0 +1,84 @@
+"""
+Generate text from a checkpoint, streamed as it comes.
+
+    python sample.py ckpt=mha.pt                                     500 characters after a newline
+    python sample.py ckpt=mqa.pt prompt="ROMEO:" temperature=0       greedy
+    python sample.py ckpt=gqa2.pt samples=4 top_k=10 seed=7          four at once, printed one after the other
+    python sample.py ckpt=mha.pt cache=false                         the same text without the KV cache
+
+Prints the text on stdout; on stderr what was generated how fast, and the KV cache's bytes: in use and allocated.
+Past the model's context the newest half of the window is kept and generation goes on (decoding.py says how).
+"""
+
+import sys
+import time
+
+import torch
+
+from cli import InputError, script
+from data.tokenizer import tokenizer_from
+from decoding import check_sampling, generate, make_cache
+from model import rng
+from training import find_checkpoint, load_checkpoint, load_model, set_up_device
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@script("sample")
+def main(cfg):
+    for key in ("tokens", "samples"):
+        if type(cfg[key]) is not int or cfg[key] < 1:
+            raise InputError(f"{key}={cfg[key]} is not allowed: a whole number of at least 1")
+    if cfg["dtype"] not in (None, *DTYPES):
+        raise InputError(f"dtype={cfg['dtype']} is not allowed: {', '.join(DTYPES)}, or null for the weights' own")
+    try:
+        sampling = {key: cfg[key] for key in ("temperature", "top_k", "top_p")}
+        check_sampling(**sampling)
+    except (ValueError, TypeError) as error:
+        raise InputError(str(error)) from None
+    if not isinstance(cfg["seed"], int):
+        raise InputError(f"seed={cfg['seed']} is not allowed: a whole number")
+    device = set_up_device(cfg["device"], cfg["threads"])
+    checkpoint = load_checkpoint(find_checkpoint(str(cfg["ckpt"])), device)
+    model = load_model(checkpoint, device).eval()
+    tokenizer = tokenizer_from(checkpoint["tokenizer"])
+    prompt = str(cfg["prompt"])
+    ids = tokenizer.encode(prompt)
+    if not len(ids):
+        raise InputError("prompt is empty: give at least one character")
+    block = model.config.block_size
+    if len(ids) > block:
+        print(f"the prompt has {len(ids)} tokens, the context is {block}: only its last {block // 2} are read", file=sys.stderr)
+
+    idx = torch.tensor(ids, device=device).repeat(cfg["samples"], 1)  # [samples, T]
+    cache = make_cache(model, len(ids) + cfg["tokens"], cfg["samples"], DTYPES.get(cfg["dtype"])) if cfg["cache"] else None
+    steps = generate(model, idx, cfg["tokens"], cache, **sampling, generator=rng(cfg["seed"], "sample"))
+    start = time.perf_counter()
+    if cfg["samples"] == 1:
+        print(prompt, end="", flush=True)
+        pending = []
+        for token in steps:
+            pending.append(token.item())
+            text = tokenizer.decode(pending)
+            if not text.endswith("\ufffd"):  # else half of a multi-byte character: wait for the rest
+                print(text, end="", flush=True)
+                pending = []
+        print()
+    else:
+        new = torch.stack(list(steps), dim=1)  # [samples, tokens]
+        for i, row in enumerate(new.tolist()):
+            print(f"--- sample {i + 1}\n{prompt}{tokenizer.decode(row)}")
+    seconds = time.perf_counter() - start
+    n = cfg["samples"] * cfg["tokens"]
+    print(f"\n{n} tokens in {seconds:.2f} s: {n / seconds:,.0f} tokens/s, n_kv={model.config.n_kv}", file=sys.stderr)
+    if cache is not None:
+        held = sum(cache.nbytes().values())
+        print(
+            f"KV cache: {held:,} bytes in use for {cache.length} tokens x {cfg['samples']}, "
+            f"{cache.capacity_nbytes():,} allocated for {cache.capacity}",
+            file=sys.stderr,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""
+Train one character GPT, or a sweep of them. The dial is model.n_kv: 8 = multi-head, 2 = grouped-query, 1 = multi-query.
+
+    python train.py model.n_kv=2 seed=1                         one run, 10-15 minutes on 2 cores
+    python train.py preset=smoke model.n_kv=2                   seconds: a model too small to learn much
+    python train.py -m model.n_kv=8,2,1 seed=1,2,3              the sweep: nine runs, one after the other
+    python train.py data.source=my.txt sweep=mine               any other UTF-8 text
+
+Prints progress with loss, tokens/s and ETA, then the final and best validation loss (nats per character, whole split).
+A run owns runs/<sweep>/<name>/. The same command again skips a finished run and resumes an interrupted one.
+"""
+
+from dataclasses import asdict
+
+from cli import script, strict
+from model import GPT, GPTConfig
+from training import TrainConfig, load_data, open_run, set_up_device, train
+
+
+@script("train")
+def main(cfg):
+    device = set_up_device(cfg["device"], cfg["threads"])
+    train_config = strict(TrainConfig, cfg["train"], "train")
+    strict(GPTConfig, cfg["model"], "model")  # a wrong shape is refused before any data is touched
+    data = load_data(cfg["data"]["name"], cfg["data"]["source"], cfg["model"]["block_size"])
+    model_config = strict(GPTConfig, {**cfg["model"], "vocab_size": data.meta["vocab_size"]}, "model")
+    config = {
+        "script": "train",
+        "sweep": cfg["sweep"],
+        "name": cfg["name"],
+        "seed": cfg["seed"],
+        "model": asdict(model_config),
+        "train": asdict(train_config),
+        "data": data.identity,
+    }
+    folder, state = open_run(config)
+    if state == "finished":
+        print(f"{cfg['name']}: finished before, skipped ({folder})")
+        return
+    summary = train(
+        GPT(model_config, seed=cfg["seed"]), data, train_config, config, folder,
+        device=device, wandb_mode=cfg["wandb"]["mode"], job_type="train",
+    )  # fmt: skip
+    print(
+        f"{cfg['name']}: val loss {summary['val_loss_final']:.4f} (best {summary['val_loss_best']:.4f}) "
+        f"after {summary['steps']} steps, {summary['elapsed_s'] / 60:.1f} min -> {folder}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

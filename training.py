@@ -1,0 +1,442 @@
+"""
+The loop, the data stream, checkpoints and run folders: shared by train.py and uptrain.py.
+
+Randomness is a function of (seed, purpose, iteration), so nothing random has to be saved: iteration i sees the same batch
+and the same dropout whether it is reached in one go or after any number of interruptions, and whatever n_kv is.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from cli import InputError, strict
+from model import GPT, GPTConfig, rng, rng_seed
+from tracking import Run, provenance
+
+RUNS = Path("runs")
+CHECKPOINTS = Path("checkpoints")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What the loop needs to know. Raises ValueError, in one line, for values it cannot run with."""
+
+    batch_size: int
+    steps: int
+    lr: float
+    min_lr: float
+    warmup_steps: int
+    weight_decay: float
+    beta1: float
+    beta2: float
+    grad_clip: float
+    eval_interval: int
+    save_interval: int
+    log_interval: int
+    dtype: str
+    compile: bool
+
+    def __post_init__(self):
+        for name in ("batch_size", "eval_interval", "save_interval", "log_interval"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.steps < 0 or self.warmup_steps < 0:
+            raise ValueError(f"steps={self.steps} and warmup_steps={self.warmup_steps} cannot be negative")
+        if not 0 < self.lr < math.inf or not 0 <= self.min_lr <= self.lr:
+            raise ValueError(f"lr={self.lr}, min_lr={self.min_lr}: lr must be positive and min_lr between 0 and lr")
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ValueError(f"dtype={self.dtype!r} is unknown: auto, float32 or bfloat16")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# machine
+
+
+def set_up_device(device="auto", threads=None):
+    """The torch device to run on; also sets the CPU threads. InputError for a device that is not there."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise InputError(f"device={device!r} is unknown: auto, cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError("device=cuda: this torch sees no CUDA GPU; device=cpu runs everywhere")
+    if threads is not None:
+        if type(threads) is not int or threads < 1:
+            raise InputError(f"threads={threads!r} is not allowed: a whole number of at least 1, or null for all cores")
+        torch.set_num_threads(threads)
+    with contextlib.suppress(OSError, AttributeError):
+        # glibc hands every buffer above 32 MB back to the kernel and takes fresh, zeroed pages for the next one: 12 % of a
+        # training step here. Keep them. (M_MMAP_THRESHOLD = -3, M_TRIM_THRESHOLD = -1; other C libraries have no mallopt)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 1 << 30)
+        libc.mallopt(-1, 1 << 30)
+    return device
+
+
+def pick_dtype(dtype, device):
+    """'float32' or 'bfloat16', and one line that says why. auto takes bfloat16 where its matmul is measured faster."""
+    if device.type == "cuda":
+        supported = torch.cuda.is_bf16_supported(including_emulation=False)
+        if dtype == "auto":
+            dtype = "bfloat16" if supported else "float32"
+        if dtype == "bfloat16" and not supported:
+            return "float32", "this GPU has no bfloat16: float32"
+        return dtype, f"{dtype} on {torch.cuda.get_device_name(device)}"
+
+    def seconds(dtype):
+        a = torch.ones(512, 512, dtype=dtype)
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            torch.mm(a, a)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    speedup = seconds(torch.float32) / seconds(torch.bfloat16)
+    measured = f"a bfloat16 matmul runs at {speedup:.2f}x the speed of float32 here"
+    if dtype == "auto":
+        dtype = "bfloat16" if speedup > 1.2 else "float32"
+    return dtype, f"{dtype}: {measured}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# data
+
+
+@dataclass(frozen=True)
+class Data:
+    """A prepared data set: `train` and `val` are int64-readable uint16 memmaps, `meta` is its meta.json."""
+
+    train: np.memmap
+    val: np.memmap
+    meta: dict
+
+    @property
+    def identity(self):
+        """What a checkpoint and a run remember of the data."""
+        meta = self.meta
+        return {key: meta[key] for key in ("dataset", "corpus", "sha256", "origin", "vocab_size", "tokens")}
+
+
+def load_data(name, source=None, block_size=None):
+    """Prepare (if needed) and open a data set by its folder's name. InputError when a split is too short to train on."""
+    folders = sorted(p.parent.name for p in Path(__file__).parent.glob("data/*/prepare.py"))
+    if name not in folders:
+        raise InputError(f"data={name!r} is unknown: {', '.join(folders)}")
+    folder = importlib.import_module(f"data.{name}.prepare").prepare(source)
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    splits = {split: np.memmap(folder / f"{split}.bin", dtype=np.uint16, mode="r") for split in ("train", "val")}
+    for split, tokens in splits.items():
+        if block_size is not None and len(tokens) <= block_size:
+            raise InputError(
+                f"the {split} split of {meta['corpus']} has {len(tokens)} tokens, too few for block_size={block_size}: "
+                f"give a longer text, or model.block_size={max(1, min(len(t) for t in splits.values()) - 1)} or less"
+            )
+    return Data(splits["train"], splits["val"], meta)
+
+
+def get_batch(tokens, batch_size, block_size, seed, iteration, device="cpu"):
+    """Inputs and targets [B, T] of one iteration: B windows at random places, the same for every model of this seed."""
+    starts = torch.randint(len(tokens) - block_size, (batch_size,), generator=rng(seed, "data", iteration))
+    windows = np.stack([tokens[i : i + block_size + 1] for i in starts.tolist()]).astype(np.int64)  # [B, T+1]
+    windows = torch.from_numpy(windows).to(device)
+    return windows[:, :-1], windows[:, 1:]
+
+
+@torch.no_grad()
+def evaluate(model, tokens, batch_size=16):
+    """
+    Mean loss in nats per token over the whole split, in float32: one pass over non-overlapping windows of block_size
+    (the last one shorter), every token but the first predicted exactly once.
+    """
+    was_training = model.training
+    model.eval()
+    T, device = model.config.block_size, next(model.parameters()).device
+    n = len(tokens) - 1
+    full = n // T * T
+    x = torch.from_numpy(tokens[:full].astype(np.int64)).view(-1, T)  # [windows, T]
+    y = torch.from_numpy(tokens[1 : full + 1].astype(np.int64)).view(-1, T)  # [windows, T]
+    batches = list(zip(x.split(batch_size), y.split(batch_size), strict=True))
+    if full < n:
+        rest = torch.from_numpy(tokens[full:].astype(np.int64))
+        batches.append((rest[None, :-1], rest[None, 1:]))
+    total = 0.0
+    for x, y in batches:
+        logits, _ = model(x.to(device))
+        total += F.cross_entropy(logits.float().flatten(0, 1), y.to(device).flatten(), reduction="sum").item()
+    model.train(was_training)
+    return total / n
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# checkpoints
+
+
+def save_checkpoint(path, checkpoint):
+    """Write tensors and plain types to a temporary name, fsync, rename: the file before survives until then."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as f:
+            torch.save(checkpoint, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def find_checkpoint(ckpt):
+    """`ckpt=` as a path: as given, or a bare name looked up in checkpoints/."""
+    for path in (Path(ckpt), CHECKPOINTS / ckpt):
+        if path.is_file():
+            return path
+    have = ", ".join(sorted(p.name for p in CHECKPOINTS.glob("*.pt"))) or "nothing yet, `make sweep` fills it"
+    raise InputError(f"ckpt={ckpt}: no such file, here or in {CHECKPOINTS}/ ({have})")
+
+
+def load_checkpoint(path, device="cpu"):
+    """A checkpoint's dict, weights without compile or DDP prefixes. InputError for files that are none of ours."""
+    try:
+        checkpoint = torch.load(path, map_location=device, weights_only=True)  # runs no code from the file
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"{path} cannot be read as a checkpoint: {reason}") from None
+    needed = {"model", "model_config", "iteration", "tokenizer", "data", "config", "seed"}
+    if not isinstance(checkpoint, dict) or needed - checkpoint.keys():
+        raise InputError(f"{path} is no checkpoint of train.py or uptrain.py (their keys: {', '.join(sorted(needed))})")
+    for prefix in ("module.", "_orig_mod."):  # DDP wraps outside compile
+        checkpoint["model"] = {name.removeprefix(prefix): p for name, p in checkpoint["model"].items()}
+    return checkpoint
+
+
+def load_model(checkpoint, device="cpu"):
+    """The GPT of a checkpoint's dict. InputError when config and weights disagree."""
+    model = GPT(strict(GPTConfig, checkpoint["model_config"], "model"))
+    try:
+        model.load_state_dict(checkpoint["model"])
+    except RuntimeError as error:
+        raise InputError(f"the checkpoint's weights do not fit its config: {str(error).splitlines()[-1].strip()}") from None
+    return model.to(device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# run folders
+
+
+def write_atomically(path, text):
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def open_run(config):
+    """
+    The folder runs/<sweep>/<name> of a run's plain config, and its state: 'new', 'interrupted' or 'finished'.
+    InputError when the folder was made with another config: nothing is ever trained into a folder it does not belong to.
+    """
+    for key in ("sweep", "name"):
+        if not config[key] or set(config[key]) & set("/\\= \t\n") or config[key].startswith("."):
+            raise InputError(f"{key}={config[key]!r} cannot name a folder: letters, digits, -, _ and . only")
+    folder = RUNS / config["sweep"] / config["name"]
+    path = folder / "config.yaml"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, yaml.safe_dump(config, sort_keys=False))
+        write_atomically(folder / "provenance.json", json.dumps(provenance(), indent=2) + "\n")
+        return folder, "new"
+
+    def flat(config, prefix=""):
+        for key, value in config.items():
+            if isinstance(value, dict):
+                yield from flat(value, f"{prefix}{key}.")
+            else:
+                yield prefix + key, value
+
+    old, new = dict(flat(yaml.safe_load(path.read_text(encoding="utf-8")))), dict(flat(config))
+    free = {"data.origin", "train.dtype"}  # where the same text came from; auto's answer is kept from the first start
+    changed = [k for k in sorted({*old, *new} - free) if old.get(k) != new.get(k)]
+    if changed:
+        what = ", ".join(f"{k}={old.get(k)} (now {new.get(k)})" for k in changed[:4])
+        raise InputError(f"{folder} holds another run: {what}. Give this one a name of its own (name=…, sweep=…), or delete it")
+    if (folder / "summary.json").exists():
+        return folder, "finished"
+    return folder, "interrupted" if (folder / "last.pt").exists() else "new"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the loop
+
+
+def lr_at(iteration, cfg):
+    """Linear warm-up, then a cosine from lr down to min_lr at the last step."""
+    if iteration < cfg.warmup_steps:
+        return cfg.lr * (iteration + 1) / cfg.warmup_steps
+    done = (iteration - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
+    return cfg.min_lr + 0.5 * (cfg.lr - cfg.min_lr) * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def train(model, data, cfg, config, folder, *, device, wandb_mode, job_type, first_batch=0, parent=None, extra=None):
+    """
+    Train `model` for cfg.steps in a run folder, resuming from its last.pt where there is one; returns the run's summary.
+
+    model        GPT, freshly made (or pooled) when the folder is new
+    config       the run's plain config: written into every checkpoint and to W&B
+    first_batch  index of the first batch in the seed's data stream: uptraining goes on where its parent stopped
+    parent       plain dict naming the checkpoint this model came from, or None
+    extra        values for the summary, known before training
+    """
+    seed, name = config["seed"], config["name"]
+    T = model.config.block_size
+    dtype, why = pick_dtype(yaml.safe_load((folder / "config.yaml").read_text())["train"]["dtype"], device)
+    model.to(device).train()
+    optimizer = model.optimizer(cfg.lr, (cfg.beta1, cfg.beta2), cfg.weight_decay)
+    iteration, val_loss, best, elapsed = 0, None, math.inf, 0.0
+    if (folder / "last.pt").exists():
+        last = load_checkpoint(folder / "last.pt", device)
+        model.load_state_dict(last["model"])
+        optimizer.load_state_dict(last["optimizer"])
+        iteration, elapsed = last["iteration"], last["elapsed_s"]
+        val_loss, best = last["val_loss"], last["best_val_loss"]
+    first, made_by = iteration, provenance()
+    stepper = compiled(model, data, cfg, T, device, dtype) if cfg.compile else model
+    print(
+        f"{name}: {model.n_params():,} parameters, n_kv={model.config.n_kv}, {data.meta['corpus']}, "
+        f"{iteration}/{cfg.steps} steps done, {torch.get_num_threads()} threads, {why}",
+        flush=True,
+    )
+
+    def checkpoint():
+        return {
+            "model": model.state_dict(),
+            "model_config": asdict(model.config),
+            "optimizer": optimizer.state_dict(),
+            "iteration": iteration,
+            "total_iterations": (parent or {}).get("total_iterations", 0) + iteration,
+            "val_loss": val_loss,
+            "best_val_loss": best,
+            "elapsed_s": elapsed + time.perf_counter() - start,
+            "seed": seed,
+            "tokenizer": data.meta["tokenizer"],
+            "data": data.identity,
+            "config": config,
+            "parent": parent,
+            "provenance": made_by,
+        }
+
+    with (
+        Run(folder, name=name, group=config["sweep"], job_type=job_type, config=config, mode=wandb_mode,
+            resume_step=first - 1 if first else None) as run,
+        tqdm(total=cfg.steps, initial=iteration, desc=name, unit="step", disable=None, dynamic_ncols=True) as bar,
+    ):  # fmt: skip
+        start = time.perf_counter()
+        steps_timed, seconds_timed, spoken = 0, 0.0, start
+        while True:
+            # evaluate, save
+            metrics = {}
+            resumed = iteration == first > 0
+            if iteration == cfg.steps or (iteration and iteration % cfg.eval_interval == 0):
+                if not resumed:  # else the checkpoint knows it
+                    val_loss = evaluate(model, data.val)
+                    if val_loss < best:
+                        best = val_loss
+                        save_checkpoint(folder / "best.pt", checkpoint())
+                metrics = {"val/loss": val_loss, "val/best": best}
+            if not resumed and (metrics or iteration % cfg.save_interval == 0):
+                save_checkpoint(folder / "last.pt", checkpoint())
+            if iteration == cfg.steps:
+                run.log({**metrics, "elapsed_s": elapsed + time.perf_counter() - start}, step=iteration)
+                break
+
+            # one step
+            step_start = time.perf_counter()
+            lr = lr_at(iteration, cfg)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            if model.config.dropout:
+                torch.manual_seed(rng_seed(seed, "dropout", first_batch + iteration))  # dropout knows only the global one
+            x, y = get_batch(data.train, cfg.batch_size, T, seed, first_batch + iteration, device)
+            with autocast(device, dtype):
+                _, loss = stepper(x, y)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+            # log
+            steps_timed += 1
+            now = time.perf_counter()
+            seconds_timed += now - step_start
+            if iteration % cfg.log_interval == 0 or metrics:
+                train_loss = loss.item()
+                if not math.isfinite(train_loss):
+                    raise FloatingPointError(f"{name}: the loss is {train_loss} at iteration {iteration}; last.pt is kept")
+                rate = steps_timed * cfg.batch_size * T / seconds_timed
+                metrics |= {"train/loss": train_loss, "lr": lr, "grad_norm": norm.item()}
+                metrics |= {"tokens_per_s": rate, "elapsed_s": elapsed + now - start}
+                run.log(metrics, step=iteration)
+                val = "" if val_loss is None else f"val {val_loss:.3f}, "
+                bar.set_postfix_str(f"loss {train_loss:.3f}, {val}{rate:,.0f} tok/s")
+                if bar.disable and (now - spoken > 20 or "val/loss" in metrics):
+                    eta = (cfg.steps - iteration) * seconds_timed / steps_timed
+                    print(
+                        f"{name}: step {iteration}/{cfg.steps}, loss {train_loss:.3f}, {val}"
+                        f"{rate:,.0f} tokens/s, ETA {eta // 60:.0f}:{eta % 60:02.0f}",
+                        flush=True,
+                    )
+                    spoken = now
+            iteration += 1
+            bar.update()
+        summary = {
+            **(extra or {}),
+            "val_loss_final": val_loss,
+            "val_loss_best": best,
+            "steps": cfg.steps,
+            "n_kv": model.config.n_kv,
+            "seed": seed,
+            "n_params": model.n_params(),
+            "corpus": data.meta["corpus"],
+            "dtype": dtype,
+            "commit": made_by["commit"] + ("-dirty" if made_by["dirty"] else ""),
+            "machine": made_by["machine"],
+            "elapsed_s": elapsed + time.perf_counter() - start,
+        }
+        if seconds_timed:
+            summary["tokens_per_s"] = steps_timed * cfg.batch_size * T / seconds_timed
+        run.summary(summary)
+    return summary
+
+
+def autocast(device, dtype):
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == "bfloat16")
+
+
+def compiled(model, data, cfg, T, device, dtype):
+    """torch.compile'd model, tried once; the plain model, with one line, where there is no working compiler."""
+    stepper = torch.compile(model)
+    x, y = get_batch(data.train, cfg.batch_size, T, 0, 0, device)
+    try:
+        with autocast(device, dtype):
+            stepper(x, y)[1].backward()
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        print(f"compile=true does not work here, training goes on without it: {reason}", file=sys.stderr)
+        stepper = model
+    model.zero_grad(set_to_none=True)
+    return stepper

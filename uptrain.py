@@ -1,0 +1,122 @@
+"""
+Turn a trained checkpoint into one with fewer key-value heads: pool them, then train on for a few percent of the
+original steps ("uptraining", GQA paper, arXiv 2305.13245, section 2.1).
+
+    python uptrain.py ckpt=mha.pt groups=2                   MHA -> GQA with 2 KV heads, 5 % of the parent's steps
+    python uptrain.py ckpt=mha.pt groups=1 pool=first        MQA, keeping each group's first head (pool=mean|first|random)
+    python uptrain.py ckpt=mha.pt groups=8                   nothing to pool: the parent, trained on for as many steps
+    python uptrain.py ckpt=runs/cpu/kv2-s1/last.pt groups=1 fraction=0.1
+
+Prints the validation loss before, right after pooling, and after uptraining. Right after pooling it may well be near
+ln(vocabulary), the loss of knowing nothing: that is normal, the heads of a group were never trained to agree.
+A bare checkpoint name is looked up in checkpoints/, which `make sweep` fills. The same command again resumes or skips.
+"""
+
+import json
+import math
+from dataclasses import asdict
+
+from cli import InputError, script, strict
+from convert import pool_heads
+from training import (
+    TrainConfig,
+    evaluate,
+    find_checkpoint,
+    load_checkpoint,
+    load_data,
+    load_model,
+    open_run,
+    set_up_device,
+    train,
+)
+
+
+def table(result):
+    parent, pooled, uptrained = result["loss_parent"], result["loss_pooled"], result["val_loss_final"]
+    lines = [
+        f"\n{result['name']}: {result['n_kv_parent']} -> {result['groups']} KV heads, pool={result['pool']}, "
+        f"{result['steps']} steps ({result['fraction']:.1%} of the parent's {result['parent_steps']})",
+        f"  parent                    {parent:.4f} nats per token",
+        f"  right after pooling       {pooled:.4f}   (+{pooled - parent:.4f}; ln(vocabulary) = {result['loss_uniform']:.4f})",
+        f"  after uptraining          {uptrained:.4f}   (+{uptrained - parent:.4f} above the parent)",
+    ]
+    if pooled > parent:
+        lines.append(f"  of the jump, won back     {(pooled - uptrained) / (pooled - parent):.1%}")
+    return "\n".join(lines).replace("+-", "-")
+
+
+@script("uptrain")
+def main(cfg):
+    device = set_up_device(cfg["device"], cfg["threads"])
+    path = find_checkpoint(str(cfg["ckpt"]))
+    checkpoint = load_checkpoint(path)
+    parent = load_model(checkpoint)
+    try:
+        model = pool_heads(parent, cfg["groups"], cfg["pool"], seed=checkpoint["seed"])
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    parent_steps = checkpoint["total_iterations"]
+    fraction, steps = cfg["fraction"], cfg["steps"]
+    if steps is None:
+        if type(fraction) not in (int, float) or not 0 <= fraction < math.inf:
+            raise InputError(f"fraction={fraction} is not allowed: 0.05 is 5 % of the parent's {parent_steps} steps")
+        steps = round(fraction * parent_steps)
+    elif type(steps) is int and parent_steps:
+        fraction = steps / parent_steps
+    train_config = strict(TrainConfig, {**checkpoint["config"]["train"], **cfg["train"], "steps": steps}, "train")
+
+    data = load_data(checkpoint["data"]["dataset"], cfg["source"], model.config.block_size)
+    if data.meta["tokenizer"] != checkpoint["tokenizer"]:
+        raise InputError(
+            f"{path} knows another vocabulary ({checkpoint['data']['vocab_size']} tokens, {checkpoint['data']['corpus']}) "
+            f"than this text ({data.meta['vocab_size']} tokens, {data.meta['corpus']}): give source= the parent's text"
+        )
+    was = checkpoint["config"]
+    name = cfg["name"] or f"{was['name']}-to-kv{cfg['groups']}-{cfg['pool']}"
+    ancestry = {
+        "sweep": was["sweep"],
+        "name": was["name"],
+        "n_kv": parent.config.n_kv,
+        "total_iterations": parent_steps,
+        "sha256": checkpoint["data"]["sha256"],
+        "commit": checkpoint["provenance"]["commit"],
+    }
+    config = {
+        "script": "uptrain",
+        "sweep": cfg["sweep"] or was["sweep"],
+        "name": name,
+        "seed": checkpoint["seed"],
+        "pool": cfg["pool"],
+        "fraction": float(fraction),
+        "model": asdict(model.config),
+        "train": asdict(train_config),
+        "data": data.identity,
+        "parent": ancestry,
+    }
+    folder, state = open_run(config)
+    if state == "finished":
+        print(f"{name}: finished before ({folder})")
+        print(table(json.loads((folder / "summary.json").read_text())))
+        return
+    print(f"{name}: from {path} ({was['sweep']}/{was['name']}, {parent_steps} steps)", flush=True)
+    result = {
+        "name": name,
+        "n_kv_parent": parent.config.n_kv,
+        "groups": model.config.n_kv,
+        "pool": cfg["pool"],
+        "fraction": float(fraction),
+        "parent_steps": parent_steps,
+        "loss_parent": evaluate(parent.to(device), data.val),
+        "loss_pooled": evaluate(model.to(device), data.val),
+        "loss_uniform": math.log(model.config.vocab_size),
+    }
+    summary = train(
+        model, data, train_config, config, folder, device=device, wandb_mode=cfg["wandb"]["mode"], job_type="uptrain",
+        first_batch=parent_steps, parent=ancestry, extra=result,
+    )  # fmt: skip
+    print(table(summary))
+    print(f"  -> {folder}/last.pt", flush=True)
+
+
+if __name__ == "__main__":
+    main()
