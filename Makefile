@@ -19,7 +19,7 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 $(READY): pyproject.toml
-	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), 'Python 3.11 or newer is needed: make PYTHON=python3.11'"
+	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('Python 3.11 or newer is needed: make PYTHON=python3.11')"
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet -e ".[dev]"
 	@touch $@
@@ -73,5 +73,6 @@ test-slow: $(READY)  ## the minutes-long tests
 lint: $(READY)  ## ruff
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
 
-clean:  ## remove runs, checkpoints and prepared data (asks nothing: trained runs are lost)
-	rm -rf runs checkpoints data/input.txt data/*/*/ .pytest_cache .ruff_cache
+clean:  ## remove caches and prepared data; runs, checkpoints and .venv stay
+	rm -rf data/input.txt data/*/*/ .pytest_cache .ruff_cache .hypothesis nanogqa.egg-info
+	find . -name __pycache__ -not -path './.venv/*' -exec rm -rf {} +
