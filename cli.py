@@ -20,6 +20,9 @@ ROOT = Path(__file__).resolve().parent
 CONFIGS = ROOT / "configs"
 
 
+TEXTS = ("ckpt", "source", "data.source", "prompt")  # keys whose values are any text: paths, prompts
+
+
 class InputError(ValueError):
     """A wrong input. Its message is one line: the value, what is allowed, the nearest fix. Scripts exit with code 2."""
 
@@ -91,6 +94,16 @@ def explain(error, config_name):
     return f"{key.group(1)} is no key of this script{nearest(key.group(1), flat)} (--help lists them)"
 
 
+def quoted(argument):
+    """key=value with the value quoted for Hydra where it is free text: '=', ',' or '(' in a path or a prompt is no grammar."""
+    key, equals, value = argument.partition("=")
+    if key not in TEXTS or not equals or value == "null" or (len(value) > 1 and value[0] == value[-1] and value[0] in "'\""):
+        return argument
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)  # Hydra takes backslashes literally except before a quote
+    escaped = re.sub(r"(\\+)$", r"\1\1", escaped).replace("${", "\\${")
+    return f"{key}='{escaped}'"
+
+
 def script(config_name):
     """Decorator: the function, given its composed config as plain Python types, becomes the script's main()."""
 
@@ -109,6 +122,9 @@ def script(config_name):
             extra = [a for a in sys.argv[1:] if a.startswith(("+", "~"))]
             if extra:
                 fail(f"{extra[0]}: keys cannot be added or removed, only set as key=value (--help lists them)")
+
+            if not multirun:  # in a multirun the comma of ckpt=a.pt,b.pt separates
+                sys.argv[1:] = [quoted(a) for a in sys.argv[1:]]
 
             def task(cfg):
                 try:

@@ -23,11 +23,12 @@ def make_cache(model, tokens, batch=1, dtype=None):
 
 def check_sampling(temperature=1.0, top_k=None, top_p=None):
     """ValueError, in one line, for settings no distribution can be made from."""
-    if not (math.isfinite(temperature) and temperature >= 0):
+    number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
+    if not (number and math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature={temperature} is not allowed: 0 (greedy) or any positive number")
-    if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
+    if top_k is not None and (type(top_k) is not int or top_k < 1):
         raise ValueError(f"top_k={top_k} is not allowed: a whole number of at least 1, or null for all tokens")
-    if top_p is not None and not 0 < top_p <= 1:
+    if top_p is not None and (type(top_p) not in (int, float) or not 0 < top_p <= 1):
         raise ValueError(f"top_p={top_p} is not allowed: above 0 and up to 1, or null for all tokens")
 
 

@@ -108,7 +108,9 @@ def evaluate_checkpoint(path, cfg, device):
     c = model.config
     data = load_data(checkpoint["data"]["dataset"], cfg["source"], c.block_size)
     if data.meta["sha256"] != checkpoint["data"]["sha256"]:
-        raise InputError(f"{path} was trained on {checkpoint['data']['corpus']}, not on {data.meta['corpus']}: give source= its text")
+        raise InputError(
+            f"{path} was trained on {checkpoint['data']['corpus']}, not on {data.meta['corpus']}: give source= its text"
+        )
     config = {
         "script": "eval", "sweep": was["sweep"], "name": f"eval-{was['name']}", "seed": checkpoint["seed"],
         "model": checkpoint["model_config"], "tokens": cfg["tokens"], "prompt": cfg["prompt"], "batches": cfg["batches"],

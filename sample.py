@@ -34,7 +34,7 @@ def main(cfg):
     try:
         sampling = {key: cfg[key] for key in ("temperature", "top_k", "top_p")}
         check_sampling(**sampling)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise InputError(str(error)) from None
     if not isinstance(cfg["seed"], int):
         raise InputError(f"seed={cfg['seed']} is not allowed: a whole number")

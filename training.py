@@ -270,8 +270,7 @@ def open_run(config):
                 yield prefix + key, value
 
     old, new = dict(flat(yaml.safe_load(path.read_text(encoding="utf-8")))), dict(flat(config))
-    free = {"data.origin", "train.dtype"}  # where the same text came from; auto's answer is kept from the first start
-    changed = [k for k in sorted({*old, *new} - free) if old.get(k) != new.get(k)]
+    changed = [k for k in sorted({*old, *new} - {"data.origin"}) if old.get(k) != new.get(k)]  # one text, found elsewhere
     if changed:
         what = ", ".join(f"{k}={old.get(k)} (now {new.get(k)})" for k in changed[:4])
         raise InputError(f"{folder} holds another run: {what}. Give this one a name of its own (name=…, sweep=…), or delete it")
@@ -304,7 +303,7 @@ def train(model, data, cfg, config, folder, *, device, wandb_mode, job_type, fir
     """
     seed, name = config["seed"], config["name"]
     T = model.config.block_size
-    dtype, why = pick_dtype(yaml.safe_load((folder / "config.yaml").read_text())["train"]["dtype"], device)
+    dtype, why = pick_dtype(cfg.dtype, device)
     model.to(device).train()
     optimizer = model.optimizer(cfg.lr, (cfg.beta1, cfg.beta2), cfg.weight_decay)
     iteration, val_loss, best, elapsed = 0, None, math.inf, 0.0
@@ -313,7 +312,7 @@ def train(model, data, cfg, config, folder, *, device, wandb_mode, job_type, fir
         model.load_state_dict(last["model"])
         optimizer.load_state_dict(last["optimizer"])
         iteration, elapsed = last["iteration"], last["elapsed_s"]
-        val_loss, best = last["val_loss"], last["best_val_loss"]
+        val_loss, best, dtype = last["val_loss"], last["best_val_loss"], last["dtype"]  # auto is answered once a run
     first, made_by = iteration, provenance()
     stepper = compiled(model, data, cfg, T, device, dtype) if cfg.compile else model
     print(
@@ -333,6 +332,7 @@ def train(model, data, cfg, config, folder, *, device, wandb_mode, job_type, fir
             "best_val_loss": best,
             "elapsed_s": elapsed + time.perf_counter() - start,
             "seed": seed,
+            "dtype": dtype,
             "tokenizer": data.meta["tokenizer"],
             "data": data.identity,
             "config": config,
