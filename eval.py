@@ -25,10 +25,10 @@ from data.tokenizer import tokenizer_from
 from decoding import generate, make_cache
 from kv_cache.accounting import dense_nbytes
 from model import GPT, rng
-from tracking import Run, provenance
+from tracking import Run, commit, provenance
 from training import RUNS, evaluate, find_checkpoint, load_checkpoint, load_data, load_model, set_up_device
 
-BUCKET = 100  # decode steps behind each point of the speed-against-context curve
+POINTS = 20  # of the curves against context: a median over a twentieth of the steps, and a count of bytes at its end
 
 
 def synchronize(device):
@@ -66,30 +66,32 @@ def cache_bytes(model, cache):
 def decode_speed(config, batch, prompt, tokens, device):
     """
     Time `tokens` greedy tokens after a prompt of `prompt` tokens, `batch` sequences at once. Returns a plain dict:
-    seconds of the prefill (first token included) and of each later step, and the cache's bytes at the end.
+    seconds of the prefill (first token included) and of each later step, and the cache's bytes as it fills and at the end.
     """
     model = GPT(replace(config, block_size=prompt + tokens), seed=0).to(device).eval()
     idx = torch.randint(config.vocab_size, (batch, prompt), generator=rng(0, "speed")).to(device)
 
-    def run(tokens):
+    def run(tokens, every):
         cache = make_cache(model, prompt + tokens, batch)
-        seconds = []
+        seconds, points = [], []
         synchronize(device)
         start = time.perf_counter()
-        for _ in generate(model, idx, tokens, cache, temperature=0):
+        for i, _ in enumerate(generate(model, idx, tokens, cache, temperature=0)):
             synchronize(device)
-            now = time.perf_counter()
-            seconds.append(now - start)
-            start = now
-        return cache, seconds
+            seconds.append(time.perf_counter() - start)
+            if i and (i % every == 0 or i == tokens - 1):
+                points.append((cache.length, statistics.median(seconds[1:][-every:]), cache_bytes(model, cache)[1]))
+            start = time.perf_counter()
+        return cache, seconds, points
 
-    run(min(tokens, 20))  # warm-up: allocations, kernel choices
-    cache, seconds = run(tokens)
+    run(min(tokens, 20), 20)  # warm-up: allocations, kernel choices
+    cache, seconds, points = run(tokens, max(1, tokens // POINTS))
     formula, measured = cache_bytes(model, cache)
     weights = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if name != "wpe.weight")
     return {
         "prefill_s": seconds[0],
         "steps_s": seconds[1:],
+        "points": points,  # (tokens held, median seconds of the last steps, bytes in the tensors)
         "weight_bytes": weights,  # read once a step; of the position table only one row is
         "kv_bytes_formula": formula,
         "kv_bytes_measured": measured,
@@ -117,9 +119,10 @@ def evaluate_checkpoint(path, cfg, device):
         "parent": {"name": was["name"], "commit": checkpoint["provenance"]["commit"]},
     }  # fmt: skip
     print(f"\n{was['name']}: n_kv={c.n_kv}, {c.n_layer} layers, {c.n_head} query heads, head_dim {c.head_dim}", flush=True)
+    made_by = provenance()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(json.dumps(config, indent=1))  # JSON is YAML
-    (folder / "provenance.json").write_text(json.dumps(provenance(), indent=2) + "\n")
+    (folder / "provenance.json").write_text(json.dumps(made_by, indent=2) + "\n")
     with Run(folder, name=config["name"], group=was["sweep"], job_type="eval", config=config, mode=cfg["wandb"]["mode"]) as run:
         loss = evaluate(model, data.val)
         print(f"  validation loss {loss:.4f} nats per token (iteration {checkpoint['iteration']}, whole split)")
@@ -142,14 +145,15 @@ def evaluate_checkpoint(path, cfg, device):
         summary = {
             "val_loss": loss, "n_kv": c.n_kv, "seed": checkpoint["seed"], "corpus": data.meta["corpus"],
             "kv_bytes_per_token": per_token, "read_bandwidth": bandwidth, "tokens": cfg["tokens"], "prompt": cfg["prompt"],
-            "kernel": kernel, "threads": torch.get_num_threads(),
+            "kernel": kernel, "threads": torch.get_num_threads(), "commit": commit(made_by), "machine": made_by["machine"],
         }  # fmt: skip
         curves = {}
         for batch in tqdm(cfg["batches"], desc="  decoding", unit="batch", disable=None, leave=False):
             m = decode_speed(c, batch, cfg["prompt"], cfg["tokens"], device)
             steps = m["steps_s"]
             seconds = sum(steps)
-            kv_read = m["kv_bytes_measured"] * (cfg["prompt"] + (cfg["tokens"] + 1) / 2) / (cfg["prompt"] + cfg["tokens"] - 1)
+            # step j of tokens - 1 reads prompt + j tokens: prompt + tokens / 2 on average
+            kv_read = per_token * batch * (cfg["prompt"] + cfg["tokens"] / 2)
             rate = batch * len(steps) / seconds
             read = m["weight_bytes"] + kv_read  # a step's mean
             achieved = read * len(steps) / seconds
@@ -164,12 +168,10 @@ def evaluate_checkpoint(path, cfg, device):
                 f"kv_bytes_measured_b{batch}": m["kv_bytes_measured"],
                 f"kv_bytes_allocated_b{batch}": m["allocated"],
             }
-            for i in range(0, len(steps) - len(steps) % BUCKET or len(steps), BUCKET):
-                median = statistics.median(steps[i : i + BUCKET])
-                held = cfg["prompt"] + i + len(steps[i : i + BUCKET])
+            for held, median, nbytes in m["points"]:
                 row = curves.setdefault(held, {})
                 row[f"tokens_per_s/b{batch}"] = batch / median
-                row[f"kv_bytes/b{batch}"] = per_token * held * batch
+                row[f"kv_bytes/b{batch}"] = nbytes
             print(
                 f"  batch {batch:>3}: {rate:>9,.0f} tokens/s decoding ({statistics.median(steps) * 1e3:.2f} ms a step), "
                 f"prefill {batch * cfg['prompt'] / m['prefill_s']:,.0f} tokens/s; "

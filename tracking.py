@@ -50,6 +50,11 @@ def provenance() -> dict:
     }
 
 
+def commit(made_by: dict) -> str:
+    """The commit for a table: short sha, "-dirty" behind it when tracked files differed."""
+    return made_by["commit"] + ("-dirty" if made_by["dirty"] else "")
+
+
 def _git(*args: str) -> str:
     # the folder of this file, not the working directory: Hydra and pytest both move about
     command = ["git", "-C", str(Path(__file__).resolve().parent), *args]

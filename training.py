@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from cli import InputError, strict
 from model import GPT, GPTConfig, rng, rng_seed
-from tracking import Run, provenance
+from tracking import Run, commit, provenance
 
 RUNS = Path("runs")
 CHECKPOINTS = Path("checkpoints")
@@ -413,7 +413,7 @@ def train(model, data, cfg, config, folder, *, device, wandb_mode, job_type, fir
             "n_params": model.n_params(),
             "corpus": data.meta["corpus"],
             "dtype": dtype,
-            "commit": made_by["commit"] + ("-dirty" if made_by["dirty"] else ""),
+            "commit": commit(made_by),
             "machine": made_by["machine"],
             "elapsed_s": elapsed + time.perf_counter() - start,
         }

@@ -8,6 +8,7 @@ The rule for "different", written before any run: arms are paired by seed; a dif
 interval (Student's t over the seeds) of the paired differences leaves out zero, otherwise it is within seed noise.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -23,6 +24,7 @@ SWEEP_COLUMNS = [
     "n_kv", "seed", "steps", "corpus", "val_loss_final", "val_loss_best", "kv_bytes_per_token", "kv_bytes_formula",
     "kv_bytes_measured", "tokens_per_s_b1", "tokens_per_s_b32", "commit", "machine",
 ]  # fmt: skip
+MEASURED = ["kv_bytes_per_token", "kv_bytes_formula", "kv_bytes_measured", "tokens_per_s_b1", "tokens_per_s_b32"]  # by eval.py
 UPTRAIN_COLUMNS = [
     "seed", "groups", "pool", "fraction", "loss_parent", "loss_pooled", "loss_uptrained", "steps", "parent_steps",
     "corpus", "commit", "machine",
@@ -62,10 +64,14 @@ def sweep_table(runs):
         raise ValueError("no finished training run")
     if trained.corpus.nunique() > 1:
         raise ValueError(f"runs on different corpora ({', '.join(sorted(trained.corpus.unique()))}) never share a table")
-    measured = [c for c in ("kv_bytes_per_token", "kv_bytes_formula_b32", "kv_bytes_measured_b32", "tokens_per_s_b1", "tokens_per_s_b32") if c in runs]  # fmt: skip
-    evals = runs[runs.job_type == "eval"].set_index("parent.name")[measured]
-    evals = evals.rename(columns=lambda c: c.removesuffix("_b32") if c.startswith("kv_") else c)
-    trained = trained.drop(columns=[c for c in evals if c in trained]).join(evals, on="name")
+    twice = trained[trained.duplicated(["n_kv", "seed"], keep=False)]
+    if len(twice):
+        raise ValueError(f"{' and '.join(sorted(twice.name))} have the same n_kv and seed: move one into a sweep of its own")
+    evals = runs[(runs.job_type == "eval") & (runs.state == "finished")]
+    if len(evals):
+        measured = evals.set_index("parent.name").rename(columns=lambda c: re.sub(r"^(kv_bytes_\w+)_b32$", r"\1", c))
+        measured = measured[[c for c in MEASURED if c in measured]]
+        trained = trained.drop(columns=[c for c in measured if c in trained]).join(measured, on="name")
     table = trained.reindex(columns=[*SWEEP_COLUMNS, "model.n_head", "n_params", "dtype"])
     for column in ("steps", "kv_bytes_per_token", "kv_bytes_formula", "kv_bytes_measured", "n_params"):
         table[column] = table[column].astype("Int64")
@@ -73,10 +79,15 @@ def sweep_table(runs):
 
 
 def uptrain_table(runs):
-    """One row a conversion."""
+    """One row a conversion, of those that go by their own name: name=… is how other fractions and schedules stay apart."""
     done = runs[(runs.job_type == "uptrain") & (runs.state == "finished")]
-    if "val_loss_final" in done:
-        done = done.assign(loss_uptrained=done.val_loss_final)
+    if len(done):
+        named = done["parent.name"] + "-to-kv" + done.groups.astype(int).astype(str) + "-" + done.pool
+        done = done[done.name == named].assign(loss_uptrained=done.val_loss_final)
+        if done.corpus.nunique() > 1:
+            raise ValueError(
+                f"conversions on different corpora ({', '.join(sorted(done.corpus.unique()))}) never share a table"
+            )
     table = done.reindex(columns=UPTRAIN_COLUMNS)
     for column in ("groups", "steps", "parent_steps"):
         table[column] = table[column].astype("Int64")
@@ -99,10 +110,10 @@ def sweep_summary(table):
                 difference = f"{with_interval(paired, sign=True)}, {verdict(paired)}"
             speed = (rows.tokens_per_s_b32 / reference.tokens_per_s_b32).dropna()
             ratio = f"{speed.median():.2f}x" if len(speed) else "–"
-        per_token = rows.kv_bytes_per_token.iloc[0]
+        per_token = rows.kv_bytes_per_token.dropna()
         lines.append([
             heads(n_kv, n_head), str(n_kv), f"{rows.n_params.iloc[0]:,}", with_interval(rows.val_loss_final),
-            with_interval(rows.val_loss_best), difference, "–" if pd.isna(per_token) else f"{per_token:,}",
+            with_interval(rows.val_loss_best), difference, f"{per_token.iloc[0]:,}" if len(per_token) else "–",
             *("–" if rows[c].isna().all() else f"{rows[c].median():,.0f}" for c in ("tokens_per_s_b1", "tokens_per_s_b32")),
             ratio,
         ])  # fmt: skip
@@ -140,18 +151,21 @@ def as_markdown(lines):
 
 def conditions(table, runs):
     """What the numbers were measured on, in one line."""
-    machine = ", ".join(sorted(table.machine.dropna().unique()))
-    evals = runs[runs.job_type == "eval"]
-    speed = ""
-    if len(evals):
-        e = evals.iloc[0]
-        speed = (
-            f"; decoding {e.tokens:.0f} tokens after {e.prompt:.0f}, {e.kernel}, {e.threads:.0f} threads, medians over seeds"
-        )
-    return (
-        f"{table.corpus.iloc[0]}, {table.steps.iloc[0]} steps, {table.dtype.iloc[0]}, seeds {', '.join(str(s) for s in sorted(table.seed.unique()))}, "
-        f"mean ± 95 % interval; {machine}; commit {', '.join(sorted(table.commit.unique()))}{speed}"
+
+    def all_of(rows, column):
+        return ", ".join(sorted({f"{v:g}" if isinstance(v, float) else str(v) for v in rows[column].dropna()}))
+
+    text = (
+        f"{all_of(table, 'corpus')}, {all_of(table, 'steps')} steps, {all_of(table, 'dtype')}, seeds {all_of(table, 'seed')}, "
+        f"mean ± 95 % interval; {all_of(table, 'machine')}; commit {all_of(table, 'commit')}"
     )
+    evals = runs[(runs.job_type == "eval") & (runs.state == "finished")]
+    if len(evals):
+        text += (
+            f". Decoding {all_of(evals, 'tokens')} tokens after {all_of(evals, 'prompt')}, median over seeds: "
+            f"{all_of(evals, 'kernel')}, threads: {all_of(evals, 'threads')}, commit {all_of(evals, 'commit')}"
+        )
+    return text
 
 
 def write_readme(path, blocks):
@@ -169,13 +183,12 @@ def main():
     sweep = arguments(("sweep",)).get("sweep", "cpu")
     runs, _ = load_runs(ROOT / "runs", sweep=sweep)
     try:
-        table = sweep_table(runs) if len(runs) else None
-        if table is None:
+        if runs.empty:
             raise ValueError("no runs")
+        table, uptrained = sweep_table(runs), uptrain_table(runs)
     except ValueError as error:
         print(f"error: runs/{sweep}: {error}; `make sweep PRESET={sweep}` makes them", file=sys.stderr)
         sys.exit(2)
-    uptrained = uptrain_table(runs)
     out = ROOT / "results" if sweep == "cpu" else ROOT / "runs" / sweep / "results"
     out.mkdir(parents=True, exist_ok=True)
     table.drop(columns="model.n_head").to_csv(out / "sweep.csv", index=False)
