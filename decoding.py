@@ -36,10 +36,10 @@ def distribution(logits, temperature=1.0, top_k=None, top_p=None):
     """
     The probabilities [B, V] that sampling draws from, given logits [B, V]: temperature first, then the top_k most likely
     tokens, then the smallest set whose probability reaches top_p (arXiv 1904.09751, section 3.1). Temperature 0 puts all
-    mass on the most likely token. Float32 at least, and finite for any temperature.
+    mass on the most likely token. In float64, and finite for any temperature.
     """
     check_sampling(temperature, top_k, top_p)
-    logits = logits.float()
+    logits = logits.double()  # a temperature of 1e-46 is 0 in float32
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(1, logits.argmax(dim=1, keepdim=True), 1.0)
     logits = logits - logits.max(dim=1, keepdim=True).values  # so that a tiny temperature cannot overflow

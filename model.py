@@ -76,8 +76,8 @@ class GPTConfig:
             raise ValueError("bias=true does not exist in the llama dialect: bias=false, or dialect=gpt2")
         if self.dialect == "llama" and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd: rotary positions turn pairs, n_embd/n_head must be even")
-        if self.rope_base <= 0:
-            raise ValueError(f"rope_base={self.rope_base} is not positive")
+        if not 0 < self.rope_base < math.inf:
+            raise ValueError(f"rope_base={self.rope_base} is not a positive number")
 
     @property
     def head_dim(self):
@@ -257,13 +257,9 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 p.zero_()
 
-    def n_params(self, embeddings=True):
-        """Number of parameters, each tensor once; without the position table (and tied token table) if not asked for."""
-        n = sum(p.numel() for p in self.parameters())
-        if not embeddings:
-            n -= self.wpe.weight.numel() if self.config.dialect == "gpt2" else 0
-            n -= 0 if self.config.tie_weights else self.wte.weight.numel()
-        return n
+    def n_params(self):
+        """Number of parameters, each tensor once."""
+        return sum(p.numel() for p in self.parameters())
 
     def features(self, idx, cache=None):
         """

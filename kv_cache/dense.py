@@ -35,6 +35,8 @@ class DenseCache:
         if total > self.capacity:
             raise ValueError(f"{past} + {t} tokens do not fit the cache: capacity={self.capacity}")
         keys, values = self.keys[layer], self.values[layer]
+        if k.shape != (keys.size(0), keys.size(1), t, hd) or v.shape != k.shape:  # else one head would broadcast to all
+            raise ValueError(f"keys {tuple(k.shape)} do not fit the cache's [B, n_kv, t, hd] of {tuple(keys.shape)}")
         keys[:, :, past:total] = k  # casts to the cache's dtype
         values[:, :, past:total] = v
         keys, values = keys[:, :, :total], values[:, :, :total]  # views [B, n_kv, total, hd]
@@ -52,7 +54,7 @@ class DenseCache:
         if t > 1:  # new token i, at position past + i, sees keys 0 .. past + i
             mask = torch.ones(t, total, dtype=torch.bool, device=q.device).tril(past).repeat(group, 1)  # [group*t, total]
         y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)  # [B, n_kv, group*t, hd]
-        return y.view(B, n_head, t, hd).to(dtype)
+        return y.reshape(B, n_head, t, hd).to(dtype)
 
     def truncate(self, length):
         """Forget all but the first `length` tokens; exact. ValueError when there are fewer."""
