@@ -13,7 +13,7 @@ import sys
 import traceback
 import types
 import typing
-from dataclasses import fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -33,25 +33,36 @@ def nearest(word, allowed):
     return f", did you mean {match[0]}?" if match else ""
 
 
-def strict(cls, values, where):
-    """A dataclass from a mapping: unknown names, missing values and wrong types are one InputError line naming them."""
-    known = {f.name: f.type for f in fields(cls)}
+def strict(cls, values, where=""):
+    """
+    A dataclass from a mapping; a field that is itself a dataclass is built from the mapping under its name. Unknown names,
+    missing values and wrong types are one InputError line naming them.
+    """
+    known = {f.name: f for f in fields(cls)}
     checked = {}
     for name, value in values.items():
+        key = f"{where}.{name}" if where else name
         if name not in known:
-            raise InputError(f"{where}.{name} is unknown{nearest(name, known)} (known: {', '.join(known)})")
-        union = typing.get_origin(known[name]) in (types.UnionType, typing.Union)
-        allowed = typing.get_args(known[name]) if union else (known[name],)
+            raise InputError(f"{key} is unknown{nearest(name, known)} (known: {', '.join(known)})")
+        kind = known[name].type
+        if is_dataclass(kind) and isinstance(value, dict):
+            checked[name] = strict(kind, value, key)
+            continue
+        union = typing.get_origin(kind) in (types.UnionType, typing.Union)
+        allowed = typing.get_args(kind) if union else (kind,)
         if float in allowed and type(value) is int:
             value = float(value)  # 1 is a fine learning rate; true is not
         if type(value) not in allowed:
             names = " or ".join("null" if t is type(None) else t.__name__ for t in allowed)
-            raise InputError(f"{where}.{name}={value!r} is not allowed: it takes {names}")
+            raise InputError(f"{key}={value!r} is not allowed: it takes {names}")
         checked[name] = value
+    missing = [name for name, f in known.items() if f.default is MISSING and name not in checked]
+    if missing:
+        raise InputError(f"{where + '.' if where else ''}{missing[0]} is missing: every run needs it")
     try:
         return cls(**checked)
-    except (ValueError, TypeError) as error:
-        raise InputError(f"{where}: {error}") from None
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def show_help(config_name, docstring):
@@ -104,35 +115,47 @@ def quoted(argument):
     return f"{key}='{escaped}'"
 
 
-def script(config_name):
-    """Decorator: the function, given its composed config as plain Python types, becomes the script's main()."""
+def script(config_name, settings):
+    """
+    Decorator: the function, given its composed config as the strict dataclass `settings`, becomes the script's main().
+    In a multirun (-m) a failing job is named at once, the others go on, and the exit code tells in the end.
+    """
 
     def decorate(function):
         def main():
-            if any(a in ("--help", "-h") for a in sys.argv[1:]):
+            arguments = sys.argv[1:]
+            if any(a in ("--help", "-h") for a in arguments):
                 show_help(config_name, sys.modules[function.__module__].__doc__)
                 return
             os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, we say them in one line
             import hydra
             from hydra.errors import HydraException
             from omegaconf import OmegaConf
-            from omegaconf.errors import OmegaConfBaseException
+            from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-            multirun = any(a in ("-m", "--multirun") for a in sys.argv[1:])
-            extra = [a for a in sys.argv[1:] if a.startswith(("+", "~"))]
-            if extra:
-                fail(f"{extra[0]}: keys cannot be added or removed, only set as key=value (--help lists them)")
-
+            multirun = any(a in ("-m", "--multirun") for a in arguments)
+            for a in arguments:
+                if a.startswith(("+", "~")):
+                    fail(f"{a}: keys cannot be added or removed, only set as key=value (--help lists them)")
+                if a.startswith("-") and a not in ("-m", "--multirun", "--cfg", "--resolve", "--info"):
+                    fail(f"{a} is no option: set keys as key=value, several values with -m (--help lists them)")
             if not multirun:  # in a multirun the comma of ckpt=a.pt,b.pt separates
-                sys.argv[1:] = [quoted(a) for a in sys.argv[1:]]
+                sys.argv[1:] = [quoted(a) for a in arguments]
+
+            composed = []
 
             def task(cfg):
+                composed.append(True)
                 try:
-                    return function(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
+                    try:
+                        values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+                    except MissingMandatoryValue as error:
+                        raise InputError(f"{error.full_key}=… is needed (--help says what it is)") from None
+                    return function(strict(settings, values))
                 except Exception as error:
                     if not multirun and isinstance(error, InputError):
                         fail(str(error))
-                    if multirun:  # said at once; the other runs go on, and the exit code tells in the end
+                    if multirun:
                         what = " ".join(hydra.core.hydra_config.HydraConfig.get().overrides.task)
                         print(f"FAILED {what}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                         if not isinstance(error, InputError):
@@ -142,18 +165,19 @@ def script(config_name):
             task.__module__ = function.__module__
             try:
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(task)()
-            except InputError as error:
-                fail(str(error))
             except (HydraException, OmegaConfBaseException) as error:
                 fail(explain(error, config_name))
             except KeyboardInterrupt:
                 print("interrupted: the same command continues where it stopped", file=sys.stderr)
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 os.kill(os.getpid(), signal.SIGINT)  # die of it, so that make and the shell stop too
-            except Exception:
+            except Exception as error:
+                if not composed and not multirun:  # Hydra has errors of other kinds too, model=null for one
+                    fail(f"{' '.join(arguments)}: {explain(error, config_name)}")
                 if not multirun:
                     raise
-                print("error: at least one run failed, see FAILED above", file=sys.stderr)
+                # a worker killed by the system has had no chance to say FAILED itself
+                print(f"error: at least one run failed ({type(error).__name__}: {error})", file=sys.stderr)
                 sys.exit(1)
 
         return main

@@ -3,7 +3,7 @@ What a checkpoint is worth and what it costs: validation loss, KV-cache bytes, d
 
     python eval.py ckpt=mha.pt                    one checkpoint
     python eval.py sweep=cpu                      every finished training run of runs/cpu/, n_kv's interleaved
-    python eval.py ckpt=gqa2.pt tokens=500 batches=[1,4]
+    python eval.py ckpt=gqa2.pt tokens=500 batches=[1,4] name=short
 
 Prints the full-pass validation loss (nats per token); KV bytes by the closed formula and summed from the real tensors of
 a real generation (they must agree to the byte); prefill and decode tokens/s by batch, bytes read per step, and what share
@@ -15,18 +15,18 @@ Results go to runs/<sweep>/eval-<name>/ and W&B.
 import json
 import statistics
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
-from tqdm import tqdm
+import yaml
 
 from cli import InputError, script
 from data.tokenizer import tokenizer_from
 from decoding import generate, make_cache
 from kv_cache.accounting import dense_nbytes
 from model import GPT, rng
-from tracking import Run, commit, provenance
-from training import RUNS, evaluate, find_checkpoint, load_checkpoint, load_data, load_model, set_up_device
+from tracking import Run, WandbConfig, commit, provenance
+from training import RUNS, evaluate, find_checkpoint, load_checkpoint, load_data, load_model, open_run, set_up_device
 
 POINTS = 20  # of the curves against context: a median over a twentieth of the steps, and a count of bytes at its end
 
@@ -99,70 +99,84 @@ def decode_speed(config, batch, prompt, tokens, device):
     }
 
 
+def report(summary, batch):
+    """The line of one batch size."""
+    print(
+        f"  batch {batch:>3}: {summary[f'tokens_per_s_b{batch}']:>9,.0f} tokens/s decoding "
+        f"({summary[f'step_ms_median_b{batch}']:.2f} ms a step), "
+        f"prefill {summary[f'prefill_tokens_per_s_b{batch}']:,.0f} tokens/s; "
+        f"KV {summary[f'kv_bytes_measured_b{batch}']:,} bytes held, formula {summary[f'kv_bytes_formula_b{batch}']:,}, "
+        f"{summary[f'kv_bytes_allocated_b{batch}']:,} allocated; {summary[f'bytes_read_per_step_b{batch}'] / 1e6:.1f} MB "
+        f"read a step, {summary[f'achieved_bandwidth_b{batch}'] / summary['read_bandwidth']:.0%} of the bandwidth",
+        flush=True,
+    )
+
+
 def evaluate_checkpoint(path, cfg, device):
+    """Measure one checkpoint, print and record it; or print the record, if this was measured before."""
     checkpoint = load_checkpoint(path, device)
     was = checkpoint["config"]
-    folder = RUNS / was["sweep"] / f"eval-{was['name']}"
-    if (folder / "summary.json").exists() and not cfg["again"]:
-        print(f"{was['name']}: evaluated before ({folder}); again=true measures anew")
-        return json.loads((folder / "summary.json").read_text())
     model = load_model(checkpoint, device).eval()
     c = model.config
-    data = load_data(checkpoint["data"]["dataset"], cfg["source"], c.block_size)
+    data = load_data(checkpoint["data"]["dataset"], cfg.source, c.block_size)
     if data.meta["sha256"] != checkpoint["data"]["sha256"]:
         raise InputError(
             f"{path} was trained on {checkpoint['data']['corpus']}, not on {data.meta['corpus']}: give source= its text"
         )
+    name = cfg.name or f"eval-{was['name']}"
     config = {
-        "script": "eval", "sweep": was["sweep"], "name": f"eval-{was['name']}", "seed": checkpoint["seed"],
-        "model": checkpoint["model_config"], "tokens": cfg["tokens"], "prompt": cfg["prompt"], "batches": cfg["batches"],
-        "parent": {"name": was["name"], "commit": checkpoint["provenance"]["commit"]},
+        "script": "eval", "sweep": was["sweep"], "name": name, "seed": checkpoint["seed"],
+        "model": checkpoint["model_config"], "tokens": cfg.tokens, "prompt": cfg.prompt_tokens, "batches": cfg.batches,
+        "parent": {"name": was["name"], "script": was["script"], "iteration": checkpoint["iteration"]},
     }  # fmt: skip
-    print(f"\n{was['name']}: n_kv={c.n_kv}, {c.n_layer} layers, {c.n_head} query heads, head_dim {c.head_dim}", flush=True)
+    folder, state = open_run(config)
+    print(f"\n{was['sweep']}/{was['name']}: n_kv={c.n_kv}, {c.n_layer} layers, {c.n_head} query heads, head_dim {c.head_dim}")
+    if state == "finished" and not cfg.again:
+        summary = json.loads((folder / "summary.json").read_text())
+        print(f"  measured before, on {summary['machine']} (again=true measures anew, name=… beside it)")
+        print(f"  validation loss {summary['val_loss']:.4f} nats per token (iteration {checkpoint['iteration']}, whole split)")
+        for batch in cfg.batches:
+            report(summary, batch)
+        return
     made_by = provenance()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(json.dumps(config, indent=1))  # JSON is YAML
-    (folder / "provenance.json").write_text(json.dumps(made_by, indent=2) + "\n")
-    with Run(folder, name=config["name"], group=was["sweep"], job_type="eval", config=config, mode=cfg["wandb"]["mode"]) as run:
+    with Run(folder, name=name, group=was["sweep"], job_type="eval", config=config, mode=cfg.wandb.mode) as run:
         loss = evaluate(model, data.val)
         print(f"  validation loss {loss:.4f} nats per token (iteration {checkpoint['iteration']}, whole split)")
 
         # a real generation of the checkpoint itself, inside its context
         tokenizer = tokenizer_from(checkpoint["tokenizer"])
-        idx = torch.from_numpy(data.val[: c.block_size // 4].astype("int64")).to(device)[None]
+        idx = torch.from_numpy(data.val[: c.block_size // 4].astype("int64")).to(device)[None]  # [1, T]
         cache = make_cache(model, c.block_size)
-        text = tokenizer.decode(
-            torch.cat(list(generate(model, idx, c.block_size // 2, cache, 0.8, generator=rng(1, "sample")))).tolist()
-        )
+        new = list(generate(model, idx, c.block_size // 2, cache, temperature=0.8, generator=rng(1, "sample")))
         formula, measured = cache_bytes(model, cache)
-        print(f"  KV cache of {cache.length} tokens: {formula:,} bytes by formula, {measured:,} in the tensors", flush=True)
-        run.text("sample", tokenizer.decode(idx[0].tolist()) + text)
+        print(
+            f"  KV cache of its own {cache.length} tokens: {formula:,} bytes by formula, {measured:,} in the tensors",
+            flush=True,
+        )
+        run.text("sample", tokenizer.decode([*idx[0].tolist(), *torch.cat(new).tolist()]))
 
         bandwidth = read_bandwidth(device)
-        kernel = f"scaled_dot_product_attention, {torch.backends.cpu.get_cpu_capability() if device.type == 'cpu' else 'CUDA'}"
-        print(f"  float32, {kernel}, {torch.get_num_threads()} threads, read bandwidth {bandwidth / 1e9:.1f} GB/s")
+        capability = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else torch.cuda.get_device_name(device)
+        kernel = f"scaled_dot_product_attention, {capability}"
+        print(f"  float32, {kernel}, {torch.get_num_threads()} threads, read bandwidth {bandwidth / 1e9:.1f} GB/s", flush=True)
         per_token = dense_nbytes(c.n_layer, c.n_kv, c.head_dim, 1, 1, 4)
         summary = {
             "val_loss": loss, "n_kv": c.n_kv, "seed": checkpoint["seed"], "corpus": data.meta["corpus"],
-            "kv_bytes_per_token": per_token, "read_bandwidth": bandwidth, "tokens": cfg["tokens"], "prompt": cfg["prompt"],
+            "kv_bytes_per_token": per_token, "read_bandwidth": bandwidth, "tokens": cfg.tokens, "prompt": cfg.prompt_tokens,
             "kernel": kernel, "threads": torch.get_num_threads(), "commit": commit(made_by), "machine": made_by["machine"],
         }  # fmt: skip
         curves = {}
-        for batch in tqdm(cfg["batches"], desc="  decoding", unit="batch", disable=None, leave=False):
-            m = decode_speed(c, batch, cfg["prompt"], cfg["tokens"], device)
+        for batch in cfg.batches:
+            m = decode_speed(c, batch, cfg.prompt_tokens, cfg.tokens, device)
             steps = m["steps_s"]
-            seconds = sum(steps)
             # step j of tokens - 1 reads prompt + j tokens: prompt + tokens / 2 on average
-            kv_read = per_token * batch * (cfg["prompt"] + cfg["tokens"] / 2)
-            rate = batch * len(steps) / seconds
-            read = m["weight_bytes"] + kv_read  # a step's mean
-            achieved = read * len(steps) / seconds
+            read = m["weight_bytes"] + per_token * batch * (cfg.prompt_tokens + cfg.tokens / 2)
             summary |= {
-                f"tokens_per_s_b{batch}": rate,
+                f"tokens_per_s_b{batch}": batch * len(steps) / sum(steps),
                 f"step_ms_median_b{batch}": statistics.median(steps) * 1e3,
-                f"prefill_tokens_per_s_b{batch}": batch * cfg["prompt"] / m["prefill_s"],
+                f"prefill_tokens_per_s_b{batch}": batch * cfg.prompt_tokens / m["prefill_s"],
                 f"bytes_read_per_step_b{batch}": read,
-                f"achieved_bandwidth_b{batch}": achieved,
+                f"achieved_bandwidth_b{batch}": read * len(steps) / sum(steps),
                 f"weight_bytes_b{batch}": m["weight_bytes"],
                 f"kv_bytes_formula_b{batch}": m["kv_bytes_formula"],
                 f"kv_bytes_measured_b{batch}": m["kv_bytes_measured"],
@@ -172,37 +186,52 @@ def evaluate_checkpoint(path, cfg, device):
                 row = curves.setdefault(held, {})
                 row[f"tokens_per_s/b{batch}"] = batch / median
                 row[f"kv_bytes/b{batch}"] = nbytes
-            print(
-                f"  batch {batch:>3}: {rate:>9,.0f} tokens/s decoding ({statistics.median(steps) * 1e3:.2f} ms a step), "
-                f"prefill {batch * cfg['prompt'] / m['prefill_s']:,.0f} tokens/s; "
-                f"KV {m['kv_bytes_measured']:,} bytes held = formula; "
-                f"{read / 1e6:.1f} MB read a step, {achieved / bandwidth:.0%} of the bandwidth",
-                flush=True,
-            )
+            report(summary, batch)
         for held, row in sorted(curves.items()):
             run.log(row, step=held)
         run.summary(summary)
-    return summary
 
 
-@script("eval")
+@dataclass(frozen=True)
+class Settings:
+    """configs/eval.yaml, where each key has its reason."""
+
+    wandb: WandbConfig
+    ckpt: str | None
+    sweep: str | None
+    name: str | None
+    again: bool
+    source: str | None
+    tokens: int
+    prompt_tokens: int
+    batches: list
+    device: str
+    threads: int | None
+
+    def __post_init__(self):
+        if (self.ckpt is None) == (self.sweep is None):
+            raise ValueError("give either ckpt=… (one checkpoint) or sweep=… (all finished runs of runs/<sweep>/)")
+        for key, low in (("tokens", 2), ("prompt_tokens", 1)):
+            if getattr(self, key) < low:
+                raise ValueError(f"{key}={getattr(self, key)} is not allowed: a whole number of at least {low}")
+        if not self.batches or any(type(b) is not int or b < 1 for b in self.batches):
+            raise ValueError(f"batches={self.batches} is not allowed: a list of whole numbers, e.g. batches=[1,32]")
+
+
+@script("eval", Settings)
 def main(cfg):
-    if (cfg["ckpt"] is None) == (cfg["sweep"] is None):
-        raise InputError("give either ckpt=… (one checkpoint) or sweep=… (all finished runs of runs/<sweep>/)")
-    for key, low in (("tokens", 2), ("prompt", 1)):
-        if type(cfg[key]) is not int or cfg[key] < low:
-            raise InputError(f"{key}={cfg[key]} is not allowed: a whole number of at least {low}")
-    if not isinstance(cfg["batches"], list) or any(type(b) is not int or b < 1 for b in cfg["batches"]):
-        raise InputError(f"batches={cfg['batches']} is not allowed: a list of whole numbers, e.g. batches=[1,32]")
-    device = set_up_device(cfg["device"], cfg["threads"])
-    if cfg["ckpt"] is not None:
-        evaluate_checkpoint(find_checkpoint(str(cfg["ckpt"])), cfg, device)
+    device = set_up_device(cfg.device, cfg.threads)
+    if cfg.ckpt is not None:
+        evaluate_checkpoint(find_checkpoint(cfg.ckpt), cfg, device)
         return
-    runs = [p.parent for p in RUNS.glob(f"{cfg['sweep']}/*/summary.json") if json.loads(p.read_text()).get("val_loss_final")]
-    runs = [(json.loads((f / "summary.json").read_text()), f) for f in runs if "-to-kv" not in f.name]
+    runs = []
+    for path in RUNS.glob(f"{cfg.sweep}/*/summary.json"):  # written last: these runs are finished
+        config = yaml.safe_load((path.parent / "config.yaml").read_text())
+        if config["script"] == "train":
+            runs.append((config["seed"], -config["model"]["n_kv"], path.parent))
     if not runs:
-        raise InputError(f"sweep={cfg['sweep']}: no finished training run in {RUNS / cfg['sweep']}/")
-    for _, folder in sorted(runs, key=lambda r: (r[0]["seed"], -r[0]["n_kv"])):
+        raise InputError(f"sweep={cfg.sweep}: no finished training run in {RUNS / cfg.sweep}/")
+    for _, _, folder in sorted(runs):
         evaluate_checkpoint(folder / "last.pt", cfg, device)
 
 

@@ -12,6 +12,7 @@ Past the model's context the newest half of the window is kept and generation go
 
 import sys
 import time
+from dataclasses import dataclass
 
 import torch
 
@@ -24,38 +25,53 @@ from training import find_checkpoint, load_checkpoint, load_model, set_up_device
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@script("sample")
+@dataclass(frozen=True)
+class Settings:
+    """configs/sample.yaml, where each key has its reason."""
+
+    ckpt: str
+    prompt: str
+    tokens: int
+    samples: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int
+    cache: bool
+    dtype: str | None
+    device: str
+    threads: int | None
+
+    def __post_init__(self):
+        for key in ("tokens", "samples"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key}={getattr(self, key)} is not allowed: a whole number of at least 1")
+        if self.dtype not in (None, *DTYPES):
+            raise ValueError(f"dtype={self.dtype} is not allowed: {', '.join(DTYPES)}, or null for the weights' own")
+        check_sampling(self.temperature, self.top_k, self.top_p)
+
+
+@script("sample", Settings)
 def main(cfg):
-    for key in ("tokens", "samples"):
-        if type(cfg[key]) is not int or cfg[key] < 1:
-            raise InputError(f"{key}={cfg[key]} is not allowed: a whole number of at least 1")
-    if cfg["dtype"] not in (None, *DTYPES):
-        raise InputError(f"dtype={cfg['dtype']} is not allowed: {', '.join(DTYPES)}, or null for the weights' own")
-    try:
-        sampling = {key: cfg[key] for key in ("temperature", "top_k", "top_p")}
-        check_sampling(**sampling)
-    except ValueError as error:
-        raise InputError(str(error)) from None
-    if not isinstance(cfg["seed"], int):
-        raise InputError(f"seed={cfg['seed']} is not allowed: a whole number")
-    device = set_up_device(cfg["device"], cfg["threads"])
-    checkpoint = load_checkpoint(find_checkpoint(str(cfg["ckpt"])), device)
+    device = set_up_device(cfg.device, cfg.threads)
+    path = find_checkpoint(cfg.ckpt)
+    checkpoint = load_checkpoint(path, device)
     model = load_model(checkpoint, device).eval()
     tokenizer = tokenizer_from(checkpoint["tokenizer"])
-    prompt = str(cfg["prompt"])
-    ids = tokenizer.encode(prompt)
+    ids = tokenizer.encode(cfg.prompt)
     if not len(ids):
         raise InputError("prompt is empty: give at least one character")
     block = model.config.block_size
     if len(ids) > block:
         print(f"the prompt has {len(ids)} tokens, the context is {block}: only its last {block // 2} are read", file=sys.stderr)
 
-    idx = torch.tensor(ids, device=device).repeat(cfg["samples"], 1)  # [samples, T]
-    cache = make_cache(model, len(ids) + cfg["tokens"], cfg["samples"], DTYPES.get(cfg["dtype"])) if cfg["cache"] else None
-    steps = generate(model, idx, cfg["tokens"], cache, **sampling, generator=rng(cfg["seed"], "sample"))
+    idx = torch.tensor(ids, device=device).repeat(cfg.samples, 1)  # [samples, T]
+    cache = make_cache(model, len(ids) + cfg.tokens, cfg.samples, DTYPES.get(cfg.dtype)) if cfg.cache else None
+    sampling = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
+    steps = generate(model, idx, cfg.tokens, cache, **sampling, generator=rng(cfg.seed, "sample"))
     start = time.perf_counter()
-    if cfg["samples"] == 1:
-        print(prompt, end="", flush=True)
+    if cfg.samples == 1:
+        print(cfg.prompt, end="", flush=True)
         pending = []
         for token in steps:
             pending.append(token.item())
@@ -67,14 +83,15 @@ def main(cfg):
     else:
         new = torch.stack(list(steps), dim=1)  # [samples, tokens]
         for i, row in enumerate(new.tolist()):
-            print(f"--- sample {i + 1}\n{prompt}{tokenizer.decode(row)}")
+            print(f"--- sample {i + 1}\n{cfg.prompt}{tokenizer.decode(row)}")
     seconds = time.perf_counter() - start
-    n = cfg["samples"] * cfg["tokens"]
-    print(f"\n{n} tokens in {seconds:.2f} s: {n / seconds:,.0f} tokens/s, n_kv={model.config.n_kv}", file=sys.stderr)
+    n = cfg.samples * cfg.tokens
+    of = f"{path}: {checkpoint['config']['sweep']}/{checkpoint['config']['name']}, n_kv={model.config.n_kv}"
+    print(f"\n{n} tokens in {seconds:.2f} s: {n / seconds:,.0f} tokens/s ({of})", file=sys.stderr)
     if cache is not None:
         held = sum(cache.nbytes().values())
         print(
-            f"KV cache: {held:,} bytes in use for {cache.length} tokens x {cfg['samples']}, "
+            f"KV cache: {held:,} bytes in use for {cache.length} tokens x {cfg.samples}, "
             f"{cache.capacity_nbytes():,} allocated for {cache.capacity}",
             file=sys.stderr,
         )

@@ -39,7 +39,9 @@ def provenance() -> dict:
     python, torch, numpy, wandb and hydra ("missing" for one that is not installed).
     """
     commit = _git("rev-parse", "--short", "HEAD")
-    changes = _git("status", "--porcelain", "--untracked-files=no")
+    # what the runs themselves regenerate does not change them
+    made = (":!README.md", ":!results", ":!analysis/*.ipynb")
+    changes = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", *made)
     packages = {"torch": "torch", "numpy": "numpy", "wandb": "wandb", "hydra": "hydra-core"}
     return {
         "commit": commit or "unknown",
@@ -124,6 +126,17 @@ def filterable(config: object) -> dict:
     return config
 
 
+@dataclasses.dataclass(frozen=True)
+class WandbConfig:
+    """configs/wandb/. Raises ValueError, in one line, for an unknown mode."""
+
+    mode: str
+
+    def __post_init__(self):
+        if self.mode not in MODES:
+            raise ValueError(f"wandb.mode={self.mode!r} does not exist; allowed are {', '.join(MODES)}")
+
+
 class Run:
     """A run of one script: a context manager that writes the local files and carries the numbers to W&B.
 
@@ -156,12 +169,12 @@ class Run:
         (self.folder / "summary.json").unlink(missing_ok=True)  # it says "finished", which from here on is not true
 
         metrics = self.folder / "metrics.jsonl"
-        _write_atomically(metrics, b"" if resume_step is None else _lines_up_to(metrics, resume_step))
+        write_atomically(metrics, b"" if resume_step is None else _lines_up_to(metrics, resume_step))
         self._metrics = metrics.open("a", encoding="utf-8")
 
         id_file = self.folder / "wandb_id.txt"
         if resume_step is None or not id_file.exists():
-            _write_atomically(id_file, secrets.token_hex(4).encode())
+            write_atomically(id_file, secrets.token_hex(4).encode())
         self._wandb = None
         if mode != "disabled":
             settings = {"project": PROJECT, "id": id_file.read_text(), "resume": "allow", "dir": str(self.folder)}
@@ -174,7 +187,7 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
         self._metrics.close()
         if kind is None:
-            _write_atomically(self.folder / "summary.json", _json(self._summary).encode())
+            write_atomically(self.folder / "summary.json", _json(self._summary).encode())
         # A failed job must close its W&B run: the next job of this process would otherwise log into it
         self._to_wandb(lambda run: run.finish(exit_code=0 if kind is None else 1), seconds=FINISH_SECONDS + 10)
         self._wandb = None
@@ -324,7 +337,8 @@ def read_line(line: bytes | str) -> dict | None:
     return row if isinstance(row, dict) and "step" in row else None
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write to a temporary name, fsync, rename: the file before survives until then."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
         file.write(content)

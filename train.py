@@ -10,39 +10,51 @@ Prints progress with loss, tokens/s and ETA, then the final and best validation 
 A run owns runs/<sweep>/<name>/. The same command again skips a finished run and resumes an interrupted one.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 
-from cli import script, strict
+from cli import script
 from model import GPT, GPTConfig
-from training import TrainConfig, load_data, open_run, set_up_device, train
+from tracking import WandbConfig
+from training import DataConfig, TrainConfig, load_data, open_run, set_up_device, train
 
 
-@script("train")
+@dataclass(frozen=True)
+class Settings:
+    """configs/train.yaml, where each key has its reason."""
+
+    model: GPTConfig
+    data: DataConfig
+    train: TrainConfig
+    wandb: WandbConfig
+    sweep: str
+    name: str
+    seed: int
+    device: str
+    threads: int | None
+
+
+@script("train", Settings)
 def main(cfg):
-    device = set_up_device(cfg["device"], cfg["threads"])
-    train_config = strict(TrainConfig, cfg["train"], "train")
-    strict(GPTConfig, cfg["model"], "model")  # a wrong shape is refused before any data is touched
-    data = load_data(cfg["data"]["name"], cfg["data"]["source"], cfg["model"]["block_size"])
-    model_config = strict(GPTConfig, {**cfg["model"], "vocab_size": data.meta["vocab_size"]}, "model")
+    device = set_up_device(cfg.device, cfg.threads)
+    data = load_data(cfg.data.name, cfg.data.source, cfg.model.block_size)
+    model_config = replace(cfg.model, vocab_size=data.meta["vocab_size"])
     config = {
         "script": "train",
-        "sweep": cfg["sweep"],
-        "name": cfg["name"],
-        "seed": cfg["seed"],
+        "sweep": cfg.sweep,
+        "name": cfg.name,
+        "seed": cfg.seed,
         "model": asdict(model_config),
-        "train": asdict(train_config),
+        "train": asdict(cfg.train),
         "data": data.identity,
     }
     folder, state = open_run(config)
     if state == "finished":
-        print(f"{cfg['name']}: finished before, skipped ({folder})")
+        print(f"{cfg.name}: finished before, skipped ({folder})")
         return
-    summary = train(
-        GPT(model_config, seed=cfg["seed"]), data, train_config, config, folder,
-        device=device, wandb_mode=cfg["wandb"]["mode"], job_type="train",
-    )  # fmt: skip
+    model = GPT(model_config, seed=cfg.seed)
+    summary = train(model, data, cfg.train, config, folder, device=device, wandb_mode=cfg.wandb.mode, job_type="train")
     print(
-        f"{cfg['name']}: val loss {summary['val_loss_final']:.4f} (best {summary['val_loss_best']:.4f}) "
+        f"{cfg.name}: val loss {summary['val_loss_final']:.4f} (best {summary['val_loss_best']:.4f}) "
         f"after {summary['steps']} steps, {summary['elapsed_s'] / 60:.1f} min -> {folder}",
         flush=True,
     )

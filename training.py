@@ -11,6 +11,7 @@ import importlib
 import json
 import math
 import os
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -24,7 +25,7 @@ from tqdm import tqdm
 
 from cli import InputError, strict
 from model import GPT, GPTConfig, rng, rng_seed
-from tracking import Run, commit, provenance
+from tracking import Run, commit, provenance, write_atomically
 
 RUNS = Path("runs")
 CHECKPOINTS = Path("checkpoints")
@@ -57,6 +58,12 @@ class TrainConfig:
             raise ValueError(f"steps={self.steps} and warmup_steps={self.warmup_steps} cannot be negative")
         if not 0 < self.lr < math.inf or not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"lr={self.lr}, min_lr={self.min_lr}: lr must be positive and min_lr between 0 and lr")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not in [0, 1)")
+        for name in ("weight_decay", "grad_clip"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} is not allowed: 0 (off) or a positive number")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"dtype={self.dtype!r} is unknown: auto, float32 or bfloat16")
 
@@ -69,14 +76,13 @@ def set_up_device(device="auto", threads=None):
     """The torch device to run on; also sets the CPU threads. InputError for a device that is not there."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(device)
-    except RuntimeError:
-        raise InputError(f"device={device!r} is unknown: auto, cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError("device=cuda: this torch sees no CUDA GPU; device=cpu runs everywhere")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise InputError(f"device={device!r} is unknown: auto, cpu or cuda")
+    device = torch.device(device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"device={device}: this torch sees {torch.cuda.device_count()} CUDA GPUs; device=cpu runs everywhere")
     if threads is not None:
-        if type(threads) is not int or threads < 1:
+        if threads < 1:
             raise InputError(f"threads={threads!r} is not allowed: a whole number of at least 1, or null for all cores")
         torch.set_num_threads(threads)
     with contextlib.suppress(OSError, AttributeError):
@@ -116,6 +122,14 @@ def pick_dtype(dtype, device):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # data
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """configs/data/: the data set's folder, and a text of one's own (None: Tiny Shakespeare)."""
+
+    name: str
+    source: str | None
 
 
 @dataclass(frozen=True)
@@ -207,7 +221,7 @@ def find_checkpoint(ckpt):
     for path in (Path(ckpt), CHECKPOINTS / ckpt):
         if path.is_file():
             return path
-    have = ", ".join(sorted(p.name for p in CHECKPOINTS.glob("*.pt"))) or "nothing yet, `make sweep` fills it"
+    have = ", ".join(sorted(p.name for p in CHECKPOINTS.glob("*.pt") if p.is_file())) or "nothing yet, `make sweep` fills it"
     raise InputError(f"ckpt={ckpt}: no such file, here or in {CHECKPOINTS}/ ({have})")
 
 
@@ -240,12 +254,6 @@ def load_model(checkpoint, device="cpu"):
 # run folders
 
 
-def write_atomically(path, text):
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
 def open_run(config):
     """
     The folder runs/<sweep>/<name> of a run's plain config, and its state: 'new', 'interrupted' or 'finished'.
@@ -258,8 +266,8 @@ def open_run(config):
     path = folder / "config.yaml"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, yaml.safe_dump(config, sort_keys=False))
-        write_atomically(folder / "provenance.json", json.dumps(provenance(), indent=2) + "\n")
+        write_atomically(folder / "provenance.json", json.dumps(provenance(), indent=2).encode())
+        write_atomically(path, yaml.safe_dump(config, sort_keys=False).encode())
         return folder, "new"
 
     def flat(config, prefix=""):
@@ -273,7 +281,9 @@ def open_run(config):
     changed = [k for k in sorted({*old, *new} - {"data.origin"}) if old.get(k) != new.get(k)]  # one text, found elsewhere
     if changed:
         what = ", ".join(f"{k}={old.get(k)} (now {new.get(k)})" for k in changed[:4])
-        raise InputError(f"{folder} holds another run: {what}. Give this one a name of its own (name=…, sweep=…), or delete it")
+        raise InputError(
+            f"{folder} holds another run: {what}. Give this one a place of its own (sweep=…), or delete that folder"
+        )
     if (folder / "summary.json").exists():
         return folder, "finished"
     return folder, "interrupted" if (folder / "last.pt").exists() else "new"
@@ -374,8 +384,11 @@ def train(model, data, cfg, config, folder, *, device, wandb_mode, job_type, fir
             x, y = get_batch(data.train, cfg.batch_size, T, seed, first_batch + iteration, device)
             with autocast(device, dtype):
                 _, loss = stepper(x, y)
+            train_loss = loss.item()
+            if not math.isfinite(train_loss):  # before the weights or a checkpoint see it
+                raise FloatingPointError(f"{name}: the loss is {train_loss} at iteration {iteration}; last.pt is kept")
             loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -384,9 +397,6 @@ def train(model, data, cfg, config, folder, *, device, wandb_mode, job_type, fir
             now = time.perf_counter()
             seconds_timed += now - step_start
             if iteration % cfg.log_interval == 0 or metrics:
-                train_loss = loss.item()
-                if not math.isfinite(train_loss):
-                    raise FloatingPointError(f"{name}: the loss is {train_loss} at iteration {iteration}; last.pt is kept")
                 rate = steps_timed * cfg.batch_size * T / seconds_timed
                 metrics |= {"train/loss": train_loss, "lr": lr, "grad_norm": norm.item()}
                 metrics |= {"tokens_per_s": rate, "elapsed_s": elapsed + now - start}

@@ -14,10 +14,11 @@ A bare checkpoint name is looked up in checkpoints/, which `make sweep` fills. T
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from cli import InputError, script, strict
 from convert import pool_heads
+from tracking import WandbConfig
 from training import (
     TrainConfig,
     evaluate,
@@ -29,6 +30,28 @@ from training import (
     set_up_device,
     train,
 )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """configs/uptrain.yaml, where each key has its reason."""
+
+    wandb: WandbConfig
+    ckpt: str
+    groups: int
+    pool: str
+    fraction: float
+    steps: int | None
+    name: str | None
+    sweep: str | None
+    source: str | None
+    device: str
+    threads: int | None
+    train: dict
+
+    def __post_init__(self):
+        if not 0 <= self.fraction <= 100:
+            raise ValueError(f"fraction={self.fraction} is not allowed: 0.05 is 5 % of the parent's steps")
 
 
 def table(result):
@@ -45,49 +68,52 @@ def table(result):
     return "\n".join(lines).replace("+-", "-")
 
 
-@script("uptrain")
+@script("uptrain", Settings)
 def main(cfg):
-    device = set_up_device(cfg["device"], cfg["threads"])
-    path = find_checkpoint(str(cfg["ckpt"]))
+    device = set_up_device(cfg.device, cfg.threads)
+    path = find_checkpoint(cfg.ckpt)
     checkpoint = load_checkpoint(path)
+    home = path.resolve().parent
+    if (home / "config.yaml").exists() and not (home / "summary.json").exists():
+        raise InputError(f"{path} belongs to a run that is not finished ({checkpoint['iteration']} steps): train it to its end")
     parent = load_model(checkpoint)
     try:
-        model = pool_heads(parent, cfg["groups"], cfg["pool"], seed=checkpoint["seed"])
+        model = pool_heads(parent, cfg.groups, cfg.pool, seed=checkpoint["seed"])
     except ValueError as error:
         raise InputError(str(error)) from None
     parent_steps = checkpoint["total_iterations"]
-    fraction, steps = cfg["fraction"], cfg["steps"]
-    if steps is None:
-        if type(fraction) not in (int, float) or not 0 <= fraction < math.inf:
-            raise InputError(f"fraction={fraction} is not allowed: 0.05 is 5 % of the parent's {parent_steps} steps")
-        steps = round(fraction * parent_steps)
-    elif type(steps) is int and parent_steps:
-        fraction = steps / parent_steps
-    train_config = strict(TrainConfig, {**checkpoint["config"]["train"], **cfg["train"], "steps": steps}, "train")
+    steps = round(cfg.fraction * parent_steps) if cfg.steps is None else cfg.steps
+    fraction = steps / parent_steps if parent_steps else 0.0
+    was = checkpoint["config"]
+    changed = {key: value for key, value in cfg.train.items() if value is not None}
+    train_config = strict(TrainConfig, {**was["train"], **changed, "steps": steps}, "train")
 
-    data = load_data(checkpoint["data"]["dataset"], cfg["source"], model.config.block_size)
+    data = load_data(checkpoint["data"]["dataset"], cfg.source, model.config.block_size)
     if data.meta["tokenizer"] != checkpoint["tokenizer"]:
         raise InputError(
             f"{path} knows another vocabulary ({checkpoint['data']['vocab_size']} tokens, {checkpoint['data']['corpus']}) "
             f"than this text ({data.meta['vocab_size']} tokens, {data.meta['corpus']}): give source= the parent's text"
         )
-    was = checkpoint["config"]
-    name = cfg["name"] or f"{was['name']}-to-kv{cfg['groups']}-{cfg['pool']}"
+    if cfg.source is None and data.meta["sha256"] != checkpoint["data"]["sha256"]:
+        raise InputError(
+            f"{path} was trained on {checkpoint['data']['corpus']}, not on {data.meta['corpus']}: give source= a text"
+        )
+    name = cfg.name or f"{was['name']}-to-kv{cfg.groups}-{cfg.pool}"
     ancestry = {
         "sweep": was["sweep"],
         "name": was["name"],
+        "script": was["script"],
         "n_kv": parent.config.n_kv,
         "total_iterations": parent_steps,
-        "sha256": checkpoint["data"]["sha256"],
         "commit": checkpoint["provenance"]["commit"],
     }
     config = {
         "script": "uptrain",
-        "sweep": cfg["sweep"] or was["sweep"],
+        "sweep": cfg.sweep or was["sweep"],
         "name": name,
         "seed": checkpoint["seed"],
-        "pool": cfg["pool"],
-        "fraction": float(fraction),
+        "pool": cfg.pool,
+        "fraction": fraction,
         "model": asdict(model.config),
         "train": asdict(train_config),
         "data": data.identity,
@@ -103,15 +129,15 @@ def main(cfg):
         "name": name,
         "n_kv_parent": parent.config.n_kv,
         "groups": model.config.n_kv,
-        "pool": cfg["pool"],
-        "fraction": float(fraction),
+        "pool": cfg.pool,
+        "fraction": fraction,
         "parent_steps": parent_steps,
         "loss_parent": evaluate(parent.to(device), data.val),
         "loss_pooled": evaluate(model.to(device), data.val),
         "loss_uniform": math.log(model.config.vocab_size),
     }
     summary = train(
-        model, data, train_config, config, folder, device=device, wandb_mode=cfg["wandb"]["mode"], job_type="uptrain",
+        model, data, train_config, config, folder, device=device, wandb_mode=cfg.wandb.mode, job_type="uptrain",
         first_batch=parent_steps, parent=ancestry, extra=result,
     )  # fmt: skip
     print(table(summary))
