@@ -30,17 +30,19 @@ data: $(READY)  ## Tiny Shakespeare as characters: $TINY_SHAKESPEARE, downloaded
 	$(PY) data/shakespeare_char/prepare.py
 
 sweep: data  ## the whole experiment: 9 runs, evaluation, uptraining, tables, figures (PRESET=smoke: the first minutes)
-	@status=0; mkdir -p checkpoints; \
+	@if [ ! -f configs/preset/$(PRESET).yaml ]; then \
+	  echo "error: PRESET=$(PRESET) is unknown: $(basename $(notdir $(wildcard configs/preset/*.yaml)))"; exit 2; fi; \
+	status=0; mkdir -p checkpoints; \
 	$(PY) train.py -m $(PARALLEL) preset=$(PRESET) model.n_kv=8,2,1 seed=$(SEEDS) || status=1; \
 	for pair in mha:8 gqa2:2 mqa:1; do \
-	  run=runs/$(PRESET)/kv$${pair#*:}-s1/last.pt; \
-	  if [ -f $$run ]; then ln -sf ../$$run checkpoints/$${pair%:*}.pt; fi; \
+	  run=runs/$(PRESET)/kv$${pair#*:}-s$(firstword $(subst $(comma), ,$(SEEDS))); link=checkpoints/$${pair%:*}.pt; \
+	  if [ -f $$run/summary.json ] && { [ -L $$link ] || [ ! -e $$link ]; }; then ln -sf ../$$run/last.pt $$link; fi; \
 	done; \
 	$(PY) eval.py sweep=$(PRESET) $(if $(filter smoke,$(PRESET)),tokens=200) || status=1; \
 	$(PY) uptrain.py -m $(PARALLEL) ckpt=$(PARENTS) groups=8,2,1 || status=1; \
 	$(PY) uptrain.py -m $(PARALLEL) ckpt=$(PARENTS) groups=2 pool=first,random || status=1; \
 	$(PY) analysis/notebooks.py sweep=$(PRESET) || status=1; \
-	$(PY) analysis/tables.py sweep=$(PRESET) || status=1; \
+	$(PY) analysis/tables.py sweep=$(PRESET) readme=$$([ $$status -eq 0 ] && echo true || echo false) || status=1; \
 	if [ $$status -ne 0 ]; then echo "something failed above; make sweep PRESET=$(PRESET) continues from here"; fi; \
 	exit $$status
 
@@ -62,7 +64,7 @@ dashboard: $(READY)  ## the W&B runs in the terminal (wandb leet); no account ne
 
 sync: $(READY)  ## upload the offline runs to wandb.ai and make a workspace there; needs an account
 	$(PY) -m pip install --quiet -e ".[dashboard]"
-	$(PY) analysis/dashboard.py sync=true
+	$(PY) analysis/dashboard.py sync=true $(ARGS)
 
 test: $(READY)  ## the test suite (under 10 minutes on 2 cores)
 	$(PY) -m pytest -m "not slow"

@@ -27,8 +27,7 @@ from analysis.runs import load_runs
 from kv_cache.accounting import dense_nbytes
 
 runs, history = f.experiment(*load_runs(f.RUNS, sweep=f.SWEEP))
-evals = runs[(runs.job_type == "eval") & (runs.state == "finished")]
-evals = evals.sort_values(["n_kv", "seed"], ascending=[False, True])
+evals = tables.evaluations(runs)
 if evals.empty:
     raise ValueError(f"no finished evaluation in runs/{f.SWEEP}: `make eval PRESET={f.SWEEP}` makes them")
 

@@ -32,7 +32,7 @@ from analysis.runs import load_runs
 
 runs, history = f.experiment(*load_runs(f.RUNS, sweep=f.SWEEP))
 table = tables.sweep_table(runs)
-trained = runs[(runs.job_type == "train") & (runs.state == "finished")]
+trained = tables.trained_runs(runs)
 n_head = int(table["model.n_head"].iloc[0])
 kinds = sorted(table.n_kv.unique(), reverse=True)
 others = [n_kv for n_kv in kinds if n_kv != n_head]

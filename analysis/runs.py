@@ -125,8 +125,7 @@ def _from_folder(folder: Path) -> tuple[dict, list[dict], list[str]]:
     else:
         state = "failed" if stream["exit_code"] else "unfinished"
     job_type = stream["job_type"]
-    evaluation = {f"eval.{key}": value for key, value in _flat(_read_json(folder / "eval.json")).items()}
-    row = _row(sweep, name, job_type, config, state, len(rows), read_from, {**summary, **evaluation})
+    row = _row(sweep, name, job_type, config, state, len(rows), read_from, summary)
     return row, _history(sweep, name, rows), notes
 
 
@@ -260,6 +259,9 @@ def _read_json(path: Path) -> dict:
 def arguments(allowed: tuple[str, ...]) -> dict[str, str]:
     """The key=value words of the command line; ends with one line and code 2 for anything else."""
     given = {}
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(sys.modules["__main__"].__doc__.strip())
+        sys.exit(0)
     for word in sys.argv[1:]:
         key, equals, value = word.partition("=")
         if not equals or key not in allowed:

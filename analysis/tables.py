@@ -3,6 +3,7 @@ The sweep's results as committed tables: results/sweep.csv, results/uptrain.csv,
 
     python analysis/tables.py                  the cpu sweep -> results/ and README.md
     python analysis/tables.py sweep=smoke      another sweep -> runs/smoke/results/, README untouched
+    python analysis/tables.py readme=false     the same, README untouched
 
 The rule for "different", written before any run: arms are paired by seed; a difference to MHA counts when the 95 %
 interval (Student's t over the seeds) of the paired differences leaves out zero, otherwise it is within seed noise.
@@ -18,6 +19,7 @@ from scipy import stats
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python analysis/tables.py` puts only analysis/ there
 
 from analysis.runs import arguments, load_runs
+from tracking import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 SWEEP_COLUMNS = [
@@ -57,17 +59,36 @@ def verdict(differences):
     return "within seed noise" if abs(mean) <= half else "beyond seed noise"
 
 
-def sweep_table(runs):
-    """One row a training run, with what eval.py measured of it."""
+def trained_runs(runs):
+    """The finished training runs. ValueError for runs that cannot share a table: only n_kv and the seed may differ."""
     trained = runs[(runs.job_type == "train") & (runs.state == "finished")]
     if trained.empty:
         raise ValueError("no finished training run")
     if trained.corpus.nunique() > 1:
         raise ValueError(f"runs on different corpora ({', '.join(sorted(trained.corpus.unique()))}) never share a table")
+    for column in trained.columns[trained.columns.str.match(r"(model|train)\.|dtype$")].drop("model.n_kv", errors="ignore"):
+        if trained[column].nunique(dropna=False) > 1:
+            values = ", ".join(f"{name}: {value}" for name, value in zip(trained.name, trained[column], strict=True))
+            raise ValueError(f"runs with different {column} never share a table ({values}): move some to another sweep")
     twice = trained[trained.duplicated(["n_kv", "seed"], keep=False)]
     if len(twice):
         raise ValueError(f"{' and '.join(sorted(twice.name))} have the same n_kv and seed: move one into a sweep of its own")
+    return trained
+
+
+def evaluations(runs):
+    """The finished evaluations of the training runs, those that go by their own name (name=… keeps others apart)."""
     evals = runs[(runs.job_type == "eval") & (runs.state == "finished")]
+    if evals.empty:
+        return evals
+    trained = runs[runs.job_type == "train"].name
+    evals = evals[(evals.name == "eval-" + evals["parent.name"]) & evals["parent.name"].isin(trained)]
+    return evals.sort_values(["n_kv", "seed"], ascending=[False, True])
+
+
+def sweep_table(runs):
+    """One row a training run, with what eval.py measured of it."""
+    trained, evals = trained_runs(runs), evaluations(runs)
     if len(evals):
         measured = evals.set_index("parent.name").rename(columns=lambda c: re.sub(r"^(kv_bytes_\w+)_b32$", r"\1", c))
         measured = measured[[c for c in MEASURED if c in measured]]
@@ -79,11 +100,17 @@ def sweep_table(runs):
 
 
 def uptrain_table(runs):
-    """One row a conversion, of those that go by their own name: name=… is how other fractions and schedules stay apart."""
+    """
+    One row a conversion of a multi-head training run, of those that go by their own name: name=… is how other fractions
+    and schedules stay apart.
+    """
     done = runs[(runs.job_type == "uptrain") & (runs.state == "finished")]
     if len(done):
+        trained = trained_runs(runs)
+        mha = trained[trained.n_kv == trained["model.n_head"]].name
         named = done["parent.name"] + "-to-kv" + done.groups.astype(int).astype(str) + "-" + done.pool
-        done = done[done.name == named].assign(loss_uptrained=done.val_loss_final)
+        done = done[(done.name == named) & done["parent.name"].isin(mha)]
+        done = done.assign(loss_uptrained=done.val_loss_final)
         if done.corpus.nunique() > 1:
             raise ValueError(
                 f"conversions on different corpora ({', '.join(sorted(done.corpus.unique()))}) never share a table"
@@ -159,7 +186,7 @@ def conditions(table, runs):
         f"{all_of(table, 'corpus')}, {all_of(table, 'steps')} steps, {all_of(table, 'dtype')}, seeds {all_of(table, 'seed')}, "
         f"mean ± 95 % interval; {all_of(table, 'machine')}; commit {all_of(table, 'commit')}"
     )
-    evals = runs[(runs.job_type == "eval") & (runs.state == "finished")]
+    evals = evaluations(runs)
     if len(evals):
         text += (
             f". Decoding {all_of(evals, 'tokens')} tokens after {all_of(evals, 'prompt')}, median over seeds: "
@@ -176,11 +203,13 @@ def write_readme(path, blocks):
         _, end, after = rest.partition(f"<!-- /{name} -->")
         if mark and end:
             text = f"{before}{mark}{block}\n{end}{after}"
-    path.write_text(text, encoding="utf-8")
+    write_atomically(path, text.encode())
 
 
 def main():
-    sweep = arguments(("sweep",)).get("sweep", "cpu")
+    given = arguments(("sweep", "readme"))
+    sweep = given.get("sweep", "cpu")
+    readme = sweep == "cpu" and given.get("readme", "true") == "true"
     runs, _ = load_runs(ROOT / "runs", sweep=sweep)
     try:
         if runs.empty:
@@ -199,9 +228,9 @@ def main():
     if len(uptrained):
         print(f"\n{as_text(uptrain_summary(uptrained))}\n")
         blocks["uptrain"] = as_markdown(uptrain_summary(uptrained))
-    if sweep == "cpu":
+    if readme:
         write_readme(ROOT / "README.md", blocks)
-    print(f"-> {out.relative_to(ROOT)}/sweep.csv, uptrain.csv{' and README.md' if sweep == 'cpu' else ''}")
+    print(f"-> {out.relative_to(ROOT)}/sweep.csv, uptrain.csv{' and README.md' if readme else ''}")
 
 
 if __name__ == "__main__":
