@@ -13,8 +13,8 @@ def test_a_failing_first_job_is_named_the_others_finish_and_all_are_read_back(sp
     sweep = ["train.lr=1e30,1e-3,2e-3", "name=lr-${train.lr}", "train.min_lr=0.0", "train.log_interval=1"]
     process = spawn("train", "-m", *tiny, *sweep, f"data.source={text}", "wandb=offline")
     _, error = process.communicate(timeout=300)
-    assert process.returncode == 1
-    assert "FAILED" in error and "train.lr=1e30" in error and "the loss is" in error
+    assert process.returncode == 1, error
+    assert "FAILED" in error and "train.lr=1e+30" in error and "the loss is" in error
 
     runs, history = load_runs(tmp_path / "runs", sweep="t")
     runs = runs.set_index("name")

@@ -1,0 +1,295 @@
+"""The door of the scripts: help, and one line with exit code 2 for whatever cannot be."""
+
+import importlib
+import json
+import re
+
+import pytest
+import torch
+from conftest import ROOT, TINY
+
+from cli import CONFIGS
+
+SCRIPTS = ["train", "uptrain", "sample", "eval"]
+
+
+def refused(answer, *words):
+    """The one line of a refusal."""
+    code, out, err = answer
+    assert code == 2, (code, out, err)
+    assert "Traceback" not in err
+    assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
+    assert out == ""
+    for word in words:
+        assert word in err, err
+    return err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# help
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_says_the_commands_the_choices_and_every_key(call, name, flag):
+    code, out, err = call(name, flag)
+    assert code == 0 and err == ""
+    commands = re.findall(rf"^ +(python {name}\.py \S+.*?)(?:  |$)", out, re.M)
+    assert len(commands) >= 2
+    config = (CONFIGS / f"{name}.yaml").read_text()
+    for key in re.findall(r"^(\w+):", config, re.M):
+        assert re.search(rf"^{key}:", out, re.M), key
+    for group in re.findall(r"^  - (\w+): \w+", config, re.M):
+        for choice in (CONFIGS / group).glob("*.yaml"):
+            assert re.search(rf"{group}=\S*{choice.stem}", out), (group, choice.stem)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_commands_in_a_docstring_are_understood(call, name):
+    """They get as far as the checkpoint they name or the run they would start, past Hydra and the checks of values."""
+    for command in re.findall(rf"^ +python {name}\.py (.*?)(?:   |$)", (ROOT / f"{name}.py").read_text(), re.M):
+        args = re.sub(r'"', "", command).split(" ")
+        if name == "train":
+            args = [a for a in args if a != "-m"]
+            args = [re.sub(r"=(\w+),.*", r"=\1", a) for a in args]
+            refused(call(name, *args, "data.source=nowhere.txt"), "nowhere.txt")
+        else:
+            error = refused(call(name, *args))
+            assert "no such file" in error or "no finished training run" in error, (command, error)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# refusals
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ("model.nkv=2", "did you mean model.n_kv?"),
+        ("n_kv=2", "did you mean model.n_kv?"),
+        ("model.n_kv=3", "n_kv=3 n_head=8 [1, 2, 4, 8]"),
+        ("model.n_kv=0", "n_kv=0"),
+        ("model.n_kv=-1", "n_kv=-1"),
+        ("model.n_kv=16", "n_kv=16 n_head=8"),
+        ("model.n_kv=2.0", "n_kv=2.0 int"),
+        ("model.n_kv=two", "n_kv='two' int"),
+        ("model.n_kv=true", "n_kv=True int"),
+        ("model.n_kv=null", "n_kv=None int"),
+        ("model.n_kv=8,2", "model.n_kv=8,2"),
+        ("model.n_kv", "model.n_kv"),
+        ("model.n_embd=100", "n_embd=100 n_head=8 n_embd=96"),
+        ("model.dropout=1.5", "dropout=1.5"),
+        ("model=bert", "bert gpt2 llama"),
+        ("model=null", "model"),
+        ("preset=foo", "preset/foo cpu smoke gpu"),
+        ("wandb=foo", "wandb/foo offline"),
+        ("wandb.mode=foo", "foo offline online disabled"),
+        ("data=foo", "data/foo shakespeare_char"),
+        ("data.name=foo", "foo shakespeare_char"),
+        ("data.source=missing.txt", "missing.txt"),
+        ("data.source=3", "3"),
+        ("train=3", "train"),
+        ("train.lr=abc", "train.lr='abc' float"),
+        ("train.lr=-1", "lr=-1"),
+        ("train.lr=nan", "lr=nan"),
+        ("train.min_lr=1", "min_lr=1"),
+        ("train.steps=-1", "steps=-1"),
+        ("train.steps=1e3", "steps=1000.0 int"),
+        ("train.batch_size=0", "batch_size=0"),
+        ("train.beta1=5", "beta1=5"),
+        ("train.beta2=-1", "beta2=-1"),
+        ("train.weight_decay=-1", "weight_decay=-1"),
+        ("train.weight_decay=nan", "weight_decay=nan"),
+        ("train.grad_clip=-1", "grad_clip=-1"),
+        ("train.grad_clip=nan", "grad_clip=nan"),
+        ("train.dtype=int8", "int8 auto float32 bfloat16"),
+        ("train.compile=1", "compile=1 bool"),
+        ("+foo=1", "+foo=1"),
+        ("~seed", "~seed"),
+        ("--foo", "--foo"),
+        ("device=tpu", "tpu auto cpu cuda"),
+        ("device=meta", "meta auto cpu cuda"),
+        ("device=null", "device=None str"),
+        ("threads=0", "threads=0"),
+        ("threads=many", "threads='many'"),
+        ("seed=abc", "seed='abc'"),
+        ("seed=1.5", "seed=1.5"),
+        ("seed=null", "seed=None"),
+        ("seed=[1", "[1"),
+        ("sweep=null", "sweep=None"),
+        ("name=a/b", "name='a/b'"),
+        ("name=..", "name='..'"),
+        ("name='a=b'", "name='a=b'"),
+        ("name='a b'", "name='a b'"),
+    ],
+)
+def test_train_refuses_in_one_line_and_makes_no_run(call, cwd, wrong, words):
+    key = wrong.split("=")[0]
+    args = [a for a in TINY if a.split("=")[0] != key]
+    refused(call("train", *args, wrong), *words.split(" ", 3 if "[" in words else -1))
+    assert not (cwd / "runs").exists() and not (cwd / "checkpoints").exists()
+
+
+def test_a_number_as_a_name_is_a_name_or_refused(call, cwd):
+    answer = call("train", *TINY, "train.steps=1", "sweep=1", "name=7")
+    if answer[0] == 0:
+        assert (cwd / "runs/1/7/summary.json").exists()
+    else:
+        refused(answer)
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ("ckpt=missing.pt", "missing.pt mha.pt"),
+        ("temperature=-1", "temperature=-1"),
+        ("temperature=nan", "temperature=nan"),
+        ("temperature=inf", "temperature=inf"),
+        ("temperature=abc", "temperature='abc'"),
+        ("temperature=null", "temperature=None"),
+        ("temperature=true", "temperature=True"),
+        ("top_k=0", "top_k=0"),
+        ("top_k=x", "top_k='x'"),
+        ("top_k=true", "top_k=True"),
+        ("top_p=0", "top_p=0"),
+        ("top_p=2", "top_p=2"),
+        ("top_p=x", "top_p='x'"),
+        ("tokens=0", "tokens=0"),
+        ("tokens=1.5", "tokens=1.5"),
+        ("samples=0", "samples=0"),
+        ("seed=abc", "seed='abc'"),
+        ("seed=true", "seed=True"),
+        ("dtype=fp8", "dtype=fp8 float32 bfloat16 float16"),
+        ("prompt=", "prompt"),
+        ("prompt=XYZ", "X"),  # letters that the vocabulary lacks
+        ("cache=maybe", "cache='maybe'"),
+        ("device=tpu", "tpu"),
+        ("temprature=1", "did you mean temperature?"),
+    ],
+)
+def test_sample_refuses_in_one_line(call, mha, wrong, words):
+    refused(call("sample", wrong), *words.split(" ", 0 if "did" in words else -1))
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        ("ckpt=mha.pt", "groups"),
+        ("groups=2", "ckpt"),
+        ("ckpt=missing.pt groups=2", "missing.pt"),
+        ("ckpt=mha.pt groups=3", "groups=3 8 [1,"),
+        ("ckpt=mha.pt groups=0", "groups=0"),
+        ("ckpt=mha.pt groups=-1", "groups=-1"),
+        ("ckpt=mha.pt groups=16", "groups=16"),
+        ("ckpt=mha.pt groups=two", "groups='two'"),
+        ("ckpt=mha.pt groups='2'", "groups='2'"),
+        ("ckpt=mha.pt groups=true", "True"),
+        ("ckpt=mha.pt groups=2 pool=median", "median mean first random"),
+        ("ckpt=mha.pt groups=2 fraction=-1", "fraction=-1"),
+        ("ckpt=mha.pt groups=2 fraction=nan", "fraction=nan"),
+        ("ckpt=mha.pt groups=2 fraction=x", "fraction='x'"),
+        ("ckpt=mha.pt groups=2 fraction=1e308", "fraction=1e+308"),
+        ("ckpt=mha.pt groups=2 steps=x", "steps='x'"),
+        ("ckpt=mha.pt groups=2 steps=-3", "steps=-3"),
+        ("ckpt=mha.pt groups=2 train.lr=0", "lr=0"),
+        ("ckpt=mha.pt groups=2 name=a/b", "name='a/b'"),
+        ("ckpt=mha.pt groups=2 source=missing.txt", "missing.txt"),
+        ("ckpt=mha.pt groups=2 wandb.mode=foo", "foo offline"),
+        ("ckpt=mha.pt group=2", "did groups"),
+    ],
+)
+def test_uptrain_refuses_in_one_line_and_makes_no_run(call, mha, cwd, args, words):
+    refused(call("uptrain", *args.split()), *words.split())
+    assert not (cwd / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        ("", "ckpt= sweep="),
+        ("ckpt=mha.pt sweep=cpu", "ckpt= sweep="),
+        ("ckpt=missing.pt", "missing.pt"),
+        ("sweep=nosuch", "nosuch"),
+        ("ckpt=mha.pt tokens=1", "tokens=1"),
+        ("ckpt=mha.pt prompt_tokens=0", "prompt_tokens=0"),
+        ("ckpt=mha.pt batches=3", "batches=3"),
+        ("ckpt=mha.pt batches=[0]", "batches=[0]"),
+        ("ckpt=mha.pt batches=[x]", "batches="),
+        ("ckpt=mha.pt wandb.mode=foo", "foo offline"),
+    ],
+)
+def test_eval_refuses_in_one_line_and_makes_no_folder(call, mha, cwd, args, words):
+    refused(call("eval", *args.split()), *words.split())
+    assert not (cwd / "runs").exists()
+
+
+def test_a_real_process_ends_with_exit_code_two_and_one_line(spawn, tmp_path):
+    for script, arg, word in (("train", "model.nkv=2", "model.n_kv"), ("uptrain", "ckpt=mha.pt", "groups")):
+        process = spawn(script, arg)
+        out, err = process.communicate()
+        assert word in refused((process.returncode, out, err))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_goes_on_after_a_run_that_is_refused_and_says_so_in_the_end(call, cwd):
+    code, out, err = call("train", "-m", *TINY, "train.steps=2", "hydra/launcher=basic", "model.n_kv=8,3,1")
+    assert code == 1
+    assert "n_kv=3" in err and "Traceback" not in err
+    finished = {path.parent.name for path in (cwd / "runs").glob("t/*/summary.json")}
+    assert finished == {"kv8-s1", "kv1-s1"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# sampling from a file
+
+
+@pytest.mark.parametrize("name", ["iter=10-loss=1.4.pt", "a b,c(1).pt", "it's.pt"])
+def test_a_path_is_taken_as_it_is_bare_and_in_inner_quotes(call, mha, cwd, name):
+    (cwd / "x").mkdir()
+    path = mha.rename(cwd / "x" / name)
+    for ckpt in (f"ckpt={path}", f'ckpt="{path}"', *([f"ckpt='{path}'"] if "'" not in name else [])):
+        code, out, err = call("sample", ckpt, "tokens=5", "prompt=abc")
+        assert code == 0, err
+        assert out.startswith("abc") and len(out) == len("abc") + 5 + 1
+    refused(call("sample", f"ckpt={path}.gone"), f"{name}.gone")
+
+
+@pytest.mark.parametrize("settings", ["temperature=0", "temperature=1 seed=5", "samples=3 top_k=4 top_p=0.9"])
+def test_the_text_is_the_same_with_and_without_the_cache(call, mha, settings):
+    args = ["prompt=ab cd", "tokens=40", *settings.split()]  # past the context of 16
+    code, cached, err = call("sample", *args)
+    assert code == 0 and cached.count("ab cd") >= 1
+    assert call("sample", *args, "cache=false")[:2] == (0, cached)
+    held, allocated = re.search(r"([\d,]+) bytes in use .* ([\d,]+) allocated", err).groups()
+    B = 3 if "samples" in settings else 1
+    assert int(allocated.replace(",", "")) == 2 * 2 * 8 * 4 * 16 * B * 4  # 2 layers, 8 heads of 4 numbers, 16 tokens
+    assert 0 < int(held.replace(",", "")) <= int(allocated.replace(",", ""))
+
+
+def test_a_prompt_longer_than_the_context_is_cropped_with_one_line(call, mha):
+    code, out, err = call("sample", f"prompt={'abc' * 10}", "tokens=3")
+    assert code == 0 and out.startswith("abc" * 10)
+    assert "30 tokens" in err and "context is 16" in err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# evaluating a file
+
+
+def test_eval_reports_the_bytes_of_the_closed_formula_and_the_loss_of_training(call, mha, cwd, trained, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("eval"), "read_bandwidth", lambda device: 1e9)  # it reads 2.5 GB
+    code, out, err = call("eval", "ckpt=mha.pt", "tokens=6", "prompt_tokens=4", "batches=[1,3]", "threads=1", "wandb=disabled")
+    assert code == 0, err
+    summary = json.loads((cwd / "runs/t/eval-kv8-s1/summary.json").read_text())
+    assert summary["val_loss"] == torch.load(trained / "last.pt")["val_loss"]
+    one = 2 * 2 * 8 * 4 * 4  # keys and values, layers, heads, numbers of a head, float32
+    assert summary["kv_bytes_per_token"] == one
+    for batch in (1, 3):
+        assert summary[f"kv_bytes_measured_b{batch}"] == summary[f"kv_bytes_formula_b{batch}"] == one * 9 * batch
+        assert summary[f"kv_bytes_allocated_b{batch}"] == one * 10 * batch
+    same = ("tokens=6", "prompt_tokens=4", "batches=[1,3]", "threads=1", "wandb=disabled")
+    code, again, _ = call("eval", "ckpt=mha.pt", *same)
+    assert code == 0 and "measured before" in again
+    assert [line for line in again.splitlines() if "batch" in line] == [line for line in out.splitlines() if "batch" in line]
+    refused(call("eval", "ckpt=mha.pt", "threads=1"), "tokens=6", "2000")  # never overwritten by another measurement
+    assert call("eval", "ckpt=mha.pt", *same, "tokens=5", "name=short")[0] == 0

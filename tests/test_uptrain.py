@@ -1,0 +1,139 @@
+"""Uptraining: the parent's losses, its batch stream, and a twentieth of its steps."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_text
+from test_training import equal, rows
+
+import training
+from convert import pool_heads
+from training import evaluate, get_batch, load_checkpoint, load_model
+
+QUIET = ("wandb=disabled", "threads=1")
+VAL = np.array(["\n abcdefghij".index(c) for c in make_text(3000)[2700:]], dtype=np.uint16)
+
+
+def summary(cwd, name, sweep="t"):
+    return json.loads((cwd / "runs" / sweep / name / "summary.json").read_text())
+
+
+def test_a_bare_name_is_pooled_and_trained_on_and_three_losses_are_printed(call, mha, cwd, trained):
+    code, out, err = call("uptrain", "ckpt=mha.pt", "groups=2", *QUIET)
+    assert code == 0
+    got = summary(cwd, "kv8-s1-to-kv2-mean")
+    assert got["steps"] == 1 and got["parent_steps"] == 20  # 5 %
+    assert (got["n_kv_parent"], got["groups"], got["n_kv"]) == (8, 2, 2)
+    parent = load_model(load_checkpoint(mha))
+    assert got["loss_parent"] == evaluate(parent, VAL) == json.loads((trained / "summary.json").read_text())["val_loss_final"]
+    assert got["loss_pooled"] == evaluate(pool_heads(parent, 2), VAL) != got["loss_parent"]
+    last = load_checkpoint(cwd / "runs/t/kv8-s1-to-kv2-mean/last.pt")
+    assert got["val_loss_final"] == evaluate(load_model(last), VAL)
+    for name in ("loss_parent", "loss_pooled", "val_loss_final"):
+        assert f"{got[name]:.4f}" in out
+    assert f"{np.log(12):.4f}" in out
+    assert last["iteration"] == 1 and last["total_iterations"] == 21
+    assert last["parent"]["name"] == "kv8-s1" and last["parent"]["total_iterations"] == 20
+
+
+@pytest.mark.parametrize("pool", ["mean", "first", "random"])
+def test_as_many_groups_as_heads_leave_the_parents_loss_exactly(call, mha, cwd, pool):
+    assert call("uptrain", "ckpt=mha.pt", "groups=8", f"pool={pool}", *QUIET)[0] == 0
+    got = summary(cwd, f"kv8-s1-to-kv8-{pool}")
+    assert got["loss_pooled"] == got["loss_parent"]
+
+
+@pytest.mark.parametrize(
+    "given, steps", [("fraction=0.5", 10), ("steps=3", 3), ("fraction=0.05", 1), ("steps=0", 0), ("fraction=0", 0)]
+)
+def test_the_steps_are_a_fraction_of_the_parents_or_as_given(call, mha, cwd, given, steps):
+    code, out, _ = call("uptrain", "ckpt=mha.pt", "groups=2", given, *QUIET)
+    assert code == 0
+    got = summary(cwd, "kv8-s1-to-kv2-mean")
+    assert got["steps"] == steps and got["fraction"] == pytest.approx(steps / 20)
+    assert f"{steps} steps" in out
+    if steps == 0:
+        assert got["val_loss_final"] == got["loss_pooled"]
+
+
+def test_the_batches_go_on_where_the_parents_stopped_also_in_the_next_generation(call, mha, cwd, monkeypatch):
+    seen = []
+    monkeypatch.setattr(training, "get_batch", lambda *args: seen.append((args[3], args[4])) or get_batch(*args))
+    assert call("uptrain", "ckpt=mha.pt", "groups=2", "steps=4", *QUIET)[0] == 0
+    assert seen == [(1, 20), (1, 21), (1, 22), (1, 23)]
+    seen.clear()
+    assert call("uptrain", "ckpt=runs/t/kv8-s1-to-kv2-mean/last.pt", "groups=1", "steps=2", *QUIET)[0] == 0
+    assert seen == [(1, 24), (1, 25)]
+    last = load_checkpoint(cwd / "runs/t/kv8-s1-to-kv2-mean-to-kv1-mean/last.pt")
+    assert last["model_config"]["n_kv"] == 1 and last["total_iterations"] == 26
+
+
+def test_interrupted_and_resumed_is_uninterrupted_to_the_bit(call, mha, cwd, monkeypatch):
+    args = ["uptrain", "ckpt=mha.pt", "groups=2", "steps=10", *QUIET]
+    assert call(*args, "sweep=whole")[0] == 0
+    monkeypatch.setattr(training, "get_batch", lambda *args: 1 / 0 if args[4] == 27 else get_batch(*args))
+    with pytest.raises(ZeroDivisionError):
+        call(*args, "sweep=halves")
+    monkeypatch.setattr(training, "get_batch", get_batch)
+    assert call(*args, "sweep=halves")[0] == 0
+    whole, halves = (cwd / "runs" / sweep / "kv8-s1-to-kv2-mean" for sweep in ("whole", "halves"))
+    assert rows(whole) == rows(halves)
+    a, b = load_checkpoint(whole / "last.pt"), load_checkpoint(halves / "last.pt")
+    assert equal(a["model"], b["model"]) and equal(a["optimizer"], b["optimizer"])
+    for key in ("loss_parent", "loss_pooled", "val_loss_final"):
+        assert summary(cwd, whole.name, "whole")[key] == summary(cwd, whole.name, "halves")[key]
+
+
+def test_the_same_command_again_skips_and_prints_the_same_table(call, mha, cwd, monkeypatch):
+    first = call("uptrain", "ckpt=mha.pt", "groups=2", *QUIET)
+    files = {path: path.read_bytes() for path in (cwd / "runs").rglob("*") if path.is_file()}
+    monkeypatch.setattr(training, "get_batch", lambda *args: pytest.fail("trained again"))
+    code, out, err = call("uptrain", "ckpt=mha.pt", "groups=2", *QUIET)
+    assert code == 0 and "finished before" in out
+    numbers = re.findall(r"^  (?:parent|right|after).*", first[1], re.M)
+    assert len(numbers) == 3 and re.findall(r"^  (?:parent|right|after).*", out, re.M) == numbers
+    assert {path: path.read_bytes() for path in (cwd / "runs").rglob("*") if path.is_file()} == files
+
+
+def test_another_parent_under_the_same_name_is_refused(call, mha, cwd):
+    assert call("uptrain", "ckpt=mha.pt", "groups=2", *QUIET)[0] == 0
+    checkpoint = torch.load(mha)
+    checkpoint["total_iterations"] = 40
+    torch.save(checkpoint, mha)
+    code, out, err = call("uptrain", "ckpt=mha.pt", "groups=2", *QUIET)
+    assert code == 2 and err.count("\n") == 1 and "holds another run" in err
+
+
+def test_the_parents_file_is_left_alone(call, mha):
+    before = mha.read_bytes()
+    assert call("uptrain", "ckpt=mha.pt", "groups=1", *QUIET)[0] == 0
+    assert mha.read_bytes() == before
+
+
+@pytest.mark.parametrize("letters, size", [("abcdefghijk \n", 13), ("bcdefghijk \n", 12)])
+def test_a_text_of_another_vocabulary_is_refused_with_both_sizes(call, mha, cwd, letters, size):
+    (cwd / "other.txt").write_text(make_text(3000, letters=letters))
+    code, out, err = call("uptrain", "ckpt=mha.pt", "groups=2", "source=other.txt", *QUIET)
+    assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert "12 tokens" in err and f"{size} tokens" in err and "vocabulary" in err
+    assert not (cwd / "runs").exists()
+
+
+def test_a_compiled_parents_prefix_is_no_obstacle(call, mha, cwd):
+    assert call("uptrain", "ckpt=mha.pt", "groups=2", *QUIET)[0] == 0
+    checkpoint = torch.load(mha)
+    checkpoint["model"] = {f"_orig_mod.{name}": p for name, p in checkpoint["model"].items()}
+    torch.save(checkpoint, cwd / "compiled.pt")
+    assert call("uptrain", "ckpt=compiled.pt", "groups=2", "sweep=compiled", *QUIET)[0] == 0
+    assert (
+        summary(cwd, "kv8-s1-to-kv2-mean", "compiled")["val_loss_final"] == summary(cwd, "kv8-s1-to-kv2-mean")["val_loss_final"]
+    )
+
+
+def test_uptraining_wins_back_part_of_the_jump(call, mha, cwd):
+    assert call("uptrain", "ckpt=mha.pt", "groups=1", "pool=random", "steps=20", *QUIET)[0] == 0
+    got = summary(cwd, "kv8-s1-to-kv1-random")
+    assert got["val_loss_final"] < got["loss_pooled"]
