@@ -95,14 +95,14 @@ def set_up_device(device="auto", threads=None):
 
 
 def pick_dtype(dtype, device):
-    """'float32' or 'bfloat16', and one line that says why. auto takes bfloat16 where its matmul is measured faster."""
+    """'float32' or 'bfloat16', and in a few words why. auto takes bfloat16 where its matmul is measured faster."""
     if device.type == "cuda":
         supported = torch.cuda.is_bf16_supported(including_emulation=False)
         if dtype == "auto":
             dtype = "bfloat16" if supported else "float32"
         if dtype == "bfloat16" and not supported:
-            return "float32", "this GPU has no bfloat16: float32"
-        return dtype, f"{dtype} on {torch.cuda.get_device_name(device)}"
+            return "float32", "this GPU has no bfloat16"
+        return dtype, torch.cuda.get_device_name(device)
 
     def seconds(dtype):
         a = torch.ones(512, 512, dtype=dtype)
@@ -114,10 +114,10 @@ def pick_dtype(dtype, device):
         return min(times)
 
     speedup = seconds(torch.float32) / seconds(torch.bfloat16)
-    measured = f"a bfloat16 matmul runs at {speedup:.2f}x the speed of float32 here"
+    measured = f"a bfloat16 matrix product runs at {speedup:.2f}x the speed of float32 here"
     if dtype == "auto":
         dtype = "bfloat16" if speedup > 1.2 else "float32"
-    return dtype, f"{dtype}: {measured}"
+    return dtype, measured
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -235,8 +235,8 @@ def load_checkpoint(path, device="cpu"):
     needed = {"model", "model_config", "iteration", "tokenizer", "data", "config", "seed"}
     if not isinstance(checkpoint, dict) or needed - checkpoint.keys():
         raise InputError(f"{path} is no checkpoint of train.py or uptrain.py (their keys: {', '.join(sorted(needed))})")
-    for prefix in ("module.", "_orig_mod."):  # DDP wraps outside compile
-        checkpoint["model"] = {name.removeprefix(prefix): p for name, p in checkpoint["model"].items()}
+    # DDP and compile name the module they wrap; our own files hold the bare one
+    checkpoint["model"] = {re.sub(r"^((module|_orig_mod)\.)+", "", name): p for name, p in checkpoint["model"].items()}
     return checkpoint
 
 
@@ -327,7 +327,7 @@ def train(model, data, cfg, config, folder, *, device, wandb_mode, job_type, fir
     stepper = compiled(model, data, cfg, T, device, dtype) if cfg.compile else model
     print(
         f"{name}: {model.n_params():,} parameters, n_kv={model.config.n_kv}, {data.meta['corpus']}, "
-        f"{iteration}/{cfg.steps} steps done, {torch.get_num_threads()} threads, {why}",
+        f"{iteration}/{cfg.steps} steps done, {torch.get_num_threads()} threads, {dtype} ({why})",
         flush=True,
     )
 
@@ -385,10 +385,11 @@ def train(model, data, cfg, config, folder, *, device, wandb_mode, job_type, fir
             with autocast(device, dtype):
                 _, loss = stepper(x, y)
             train_loss = loss.item()
-            if not math.isfinite(train_loss):  # before the weights or a checkpoint see it
-                raise FloatingPointError(f"{name}: the loss is {train_loss} at iteration {iteration}; last.pt is kept")
             loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf).item()
+            if not math.isfinite(train_loss + norm):  # before the weights or a checkpoint see it
+                what = f"the loss is {train_loss}, its gradient's norm {norm}"
+                raise FloatingPointError(f"{name}: {what}, at iteration {iteration}; last.pt is kept")
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -398,7 +399,7 @@ def train(model, data, cfg, config, folder, *, device, wandb_mode, job_type, fir
             seconds_timed += now - step_start
             if iteration % cfg.log_interval == 0 or metrics:
                 rate = steps_timed * cfg.batch_size * T / seconds_timed
-                metrics |= {"train/loss": train_loss, "lr": lr, "grad_norm": norm.item()}
+                metrics |= {"train/loss": train_loss, "lr": lr, "grad_norm": norm}
                 metrics |= {"tokens_per_s": rate, "elapsed_s": elapsed + now - start}
                 run.log(metrics, step=iteration)
                 val = "" if val_loss is None else f"val {val_loss:.3f}, "

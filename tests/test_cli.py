@@ -168,7 +168,8 @@ def test_a_number_as_a_name_is_a_name_or_refused(call, cwd):
     ],
 )
 def test_sample_refuses_in_one_line(call, mha, wrong, words):
-    refused(call("sample", wrong), *words.split(" ", 0 if "did" in words else -1))
+    short = [] if wrong.startswith("tokens") else ["tokens=3"]
+    refused(call("sample", *short, wrong), *words.split(" ", 0 if "did" in words else -1))
 
 
 @pytest.mark.parametrize(
