@@ -15,7 +15,7 @@ Results go to runs/<sweep>/eval-<name>/ and W&B.
 import json
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import yaml
@@ -139,7 +139,7 @@ def evaluate_checkpoint(path, cfg, device):
             report(summary, batch)
         return
     made_by = provenance()
-    with Run(folder, name=name, group=was["sweep"], job_type="eval", config=config, mode=cfg.wandb.mode) as run:
+    with Run(folder, name=name, group=was["sweep"], job_type="eval", config=config, **asdict(cfg.wandb)) as run:
         loss = evaluate(model, data.val)
         print(f"  validation loss {loss:.4f} nats per token (iteration {checkpoint['iteration']}, whole split)")
 

@@ -131,6 +131,8 @@ class WandbConfig:
     """configs/wandb/. Raises ValueError, in one line, for an unknown mode."""
 
     mode: str
+    project: str = PROJECT
+    entity: str | None = None  # a user or a team; None: the account's default
 
     def __post_init__(self):
         if self.mode not in MODES:
@@ -143,7 +145,7 @@ class Run:
     folder: where everything of the run goes, W&B's files included; made if missing.
     name, group, job_type: run name, sweep, and script.
     config: the resolved config, see `plain`.
-    mode: "offline" (no account needed), "online", or "disabled" (local files only).
+    mode, project, entity: see WandbConfig; "offline" (no account needed), "online", or "disabled" (local files only).
     resume_step: None starts afresh. A number continues the run from the checkpoint of that step: later lines of
         `metrics.jsonl` are cut off, since they will be logged again, and the W&B run keeps its id.
     Raises ValueError for an unknown mode and TypeError for a config that is not plain.
@@ -158,6 +160,8 @@ class Run:
         job_type: str,
         config: dict,
         mode: str = "offline",
+        project: str = PROJECT,
+        entity: str | None = None,
         resume_step: int | None = None,
     ):
         if mode not in MODES:
@@ -177,7 +181,13 @@ class Run:
             write_atomically(id_file, secrets.token_hex(4).encode())
         self._wandb = None
         if mode != "disabled":
-            settings = {"project": PROJECT, "id": id_file.read_text(), "resume": "allow", "dir": str(self.folder)}
+            settings = {
+                "project": project,
+                "entity": entity,
+                "id": id_file.read_text(),
+                "resume": "allow",
+                "dir": str(self.folder),
+            }
             labels = {"name": name, "group": group, "job_type": job_type}
             self._start_wandb(mode, {**settings, **labels, "config": {**config, "provenance": provenance()}})
 

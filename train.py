@@ -52,7 +52,7 @@ def main(cfg):
         print(f"{cfg.name}: finished before, skipped ({folder})")
         return
     model = GPT(model_config, seed=cfg.seed)
-    summary = train(model, data, cfg.train, config, folder, device=device, wandb_mode=cfg.wandb.mode, job_type="train")
+    summary = train(model, data, cfg.train, config, folder, device=device, wandb=cfg.wandb, job_type="train")
     print(
         f"{cfg.name}: val loss {summary['val_loss_final']:.4f} (best {summary['val_loss_best']:.4f}) "
         f"after {summary['steps']} steps, {summary['elapsed_s'] / 60:.1f} min -> {folder}",

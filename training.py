@@ -301,12 +301,13 @@ def lr_at(iteration, cfg):
     return cfg.min_lr + 0.5 * (cfg.lr - cfg.min_lr) * (1 + math.cos(math.pi * min(1.0, done)))
 
 
-def train(model, data, cfg, config, folder, *, device, wandb_mode, job_type, first_batch=0, parent=None, extra=None):
+def train(model, data, cfg, config, folder, *, device, wandb, job_type, first_batch=0, parent=None, extra=None):
     """
     Train `model` for cfg.steps in a run folder, resuming from its last.pt where there is one; returns the run's summary.
 
     model        GPT, freshly made (or pooled) when the folder is new
     config       the run's plain config: written into every checkpoint and to W&B
+    wandb        a tracking.WandbConfig
     first_batch  index of the first batch in the seed's data stream: uptraining goes on where its parent stopped
     parent       plain dict naming the checkpoint this model came from, or None
     extra        values for the summary, known before training
@@ -351,7 +352,7 @@ def train(model, data, cfg, config, folder, *, device, wandb_mode, job_type, fir
         }
 
     with (
-        Run(folder, name=name, group=config["sweep"], job_type=job_type, config=config, mode=wandb_mode,
+        Run(folder, name=name, group=config["sweep"], job_type=job_type, config=config, **asdict(wandb),
             resume_step=first - 1 if first else None) as run,
         tqdm(total=cfg.steps, initial=iteration, desc=name, unit="step", disable=None, dynamic_ncols=True) as bar,
     ):  # fmt: skip

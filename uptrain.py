@@ -137,7 +137,7 @@ def main(cfg):
         "loss_uniform": math.log(model.config.vocab_size),
     }
     summary = train(
-        model, data, train_config, config, folder, device=device, wandb_mode=cfg.wandb.mode, job_type="uptrain",
+        model, data, train_config, config, folder, device=device, wandb=cfg.wandb, job_type="uptrain",
         first_batch=parent_steps, parent=ancestry, extra=result,
     )  # fmt: skip
     print(table(summary))

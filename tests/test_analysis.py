@@ -297,3 +297,50 @@ def test_a_wrong_word_is_one_line(word, said, monkeypatch, tmp_path, capsys):
         notebooks.main()
     err = capsys.readouterr().err
     assert stop.value.code == 2 and len(err.splitlines()) == 1 and said in err
+
+
+def test_runs_of_another_shape_or_schedule_share_no_table(tmp_path):
+    for seed in SEEDS:
+        write_training(tmp_path / "s", 8, seed)
+    folder = tmp_path / "s" / "kv8-s3"
+    config = json.loads((folder / "config.yaml").read_text())
+    config["train"]["steps"] = 2
+    (folder / "config.yaml").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="different train.steps"):
+        tables.sweep_table(load_runs(tmp_path, sweep="s")[0])
+
+
+def test_two_runs_of_one_arm_and_seed_are_no_two_seeds(tmp_path):
+    write_training(tmp_path / "s", 8, 1)
+    shutil.copytree(tmp_path / "s" / "kv8-s1", tmp_path / "s" / "again")
+    with pytest.raises(ValueError, match="same n_kv and seed"):
+        tables.sweep_table(load_runs(tmp_path, sweep="s")[0])
+
+
+def test_conversions_of_conversions_and_measurements_under_other_names_stay_out(tmp_path):
+    sweep = tmp_path / "s"
+    for seed in SEEDS:
+        for n_kv in (8, 2):
+            write_training(sweep, n_kv, seed)
+            write_evaluation(sweep, n_kv, seed)
+        write_uptraining(sweep, 2, seed, "mean", 3.0, 2.0)
+    before = load_runs(tmp_path, sweep="s")[0]
+    sweep.joinpath("eval-kv8-s1").rename(tmp_path / "kept")
+    shutil.copytree(tmp_path / "kept", sweep / "short")  # eval.py name=short
+    (tmp_path / "kept").rename(sweep / "eval-kv8-s1")
+    source, copy = sweep / "kv8-s1-to-kv2-mean", sweep / "kv2-s1-to-kv2-mean"
+    shutil.copytree(source, copy)
+    config = json.loads((copy / "config.yaml").read_text())
+    config["parent"]["name"] = "kv2-s1"  # pooled from a model that was no MHA
+    (copy / "config.yaml").write_text(json.dumps(config))
+    after = load_runs(tmp_path, sweep="s")[0]
+    assert len(after) == len(before) + 2
+    assert len(tables.uptrain_table(after)) == len(tables.uptrain_table(before)) == 3
+    assert len(tables.evaluations(after)) == len(tables.evaluations(before)) == 6
+    pd.testing.assert_frame_equal(tables.sweep_table(after), tables.sweep_table(before))
+
+
+@pytest.mark.parametrize("name", ["tables", "runs", "notebooks", "dashboard"])
+def test_help_prints_the_commands(name):
+    done = subprocess.run([sys.executable, ROOT / "analysis" / f"{name}.py", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and f"python analysis/{name}.py" in done.stdout and done.stderr == ""

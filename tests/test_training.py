@@ -480,3 +480,10 @@ def test_training_learns(call, cwd):
     p = np.bincount(ids) / len(ids)
     entropy = -sum(x * math.log(x) for x in p[p > 0])
     assert max(losses.values()) < entropy - 0.05, (losses, entropy)  # better than the letters' frequencies
+
+
+def test_clipping_at_zero_is_no_clipping(call, cwd):
+    for name, clip in (("off", "0"), ("huge", "1e9")):
+        assert call("train", *TINY, f"name={name}", f"train.grad_clip={clip}")[0] == 0
+    off, huge = (load_checkpoint(cwd / f"runs/t/{name}/last.pt")["model"] for name in ("off", "huge"))
+    assert all(torch.equal(off[name], huge[name]) for name in off)

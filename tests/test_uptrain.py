@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -137,3 +138,19 @@ def test_uptraining_wins_back_part_of_the_jump(call, mha, cwd):
     assert call("uptrain", "ckpt=mha.pt", "groups=1", "pool=random", "steps=20", *QUIET)[0] == 0
     got = summary(cwd, "kv8-s1-to-kv1-random")
     assert got["val_loss_final"] < got["loss_pooled"]
+
+
+def test_a_parent_that_is_not_trained_to_its_end_is_refused(call, trained, cwd):
+    shutil.copytree(trained, cwd / "runs" / "t" / "kv8-s1")
+    (cwd / "runs/t/kv8-s1/summary.json").unlink()
+    code, out, err = call("uptrain", "ckpt=runs/t/kv8-s1/last.pt", "groups=2", "wandb=disabled")
+    assert code == 2 and "not finished" in err and err.count("\n") == 1
+    assert [path.name for path in (cwd / "runs/t").iterdir()] == ["kv8-s1"]
+
+
+def test_another_text_of_the_same_letters_is_taken_only_when_asked_for(call, mha, cwd):
+    text = cwd / "input.txt"
+    text.write_text(text.read_text()[::-1])
+    code, _, err = call("uptrain", "ckpt=mha.pt", "groups=2", "wandb=disabled")
+    assert code == 2 and "source=" in err and not (cwd / "runs").exists()
+    assert call("uptrain", "ckpt=mha.pt", "groups=2", "wandb=disabled", f"source={text}")[0] == 0
