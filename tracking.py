@@ -186,7 +186,7 @@ class Run:
                 "entity": entity,
                 "id": id_file.read_text(),
                 "resume": "allow",
-                "dir": str(self.folder),
+                "dir": str(self.folder.resolve()),  # the service may have been started elsewhere
             }
             labels = {"name": name, "group": group, "job_type": job_type}
             self._start_wandb(mode, {**settings, **labels, "config": {**config, "provenance": provenance()}})

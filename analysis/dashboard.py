@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, 
 from analysis.runs import arguments, load_runs, run_folders, table, wandb_files
 from tracking import PROJECT, logged_in
 
-BATCHES = (1, 8, 32)
+BATCHES = (1, 32)
 WANDB = [sys.executable, "-m", "wandb"]  # the wandb of this interpreter, whatever is on PATH
 
 
