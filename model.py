@@ -245,7 +245,7 @@ class GPT(nn.Module):
         """
         nanoGPT's: normal(0, 0.02), residual projections smaller by sqrt(2 n_layer), biases 0, norms 1. One difference:
         the position table starts as sinusoids (arXiv 1706.03762, section 3.5) of that same standard deviation. From
-        random positions a model this size spends the first third of a laptop's budget learning what lies next to what.
+        random positions a model this size takes hundreds of steps just to learn what lies next to what.
         """
         for name, p in self.named_parameters():
             if name == "wpe.weight":

@@ -86,8 +86,8 @@ def set_up_device(device="auto", threads=None):
             raise InputError(f"threads={threads!r} is not allowed: a whole number of at least 1, or null for all cores")
         torch.set_num_threads(threads)
     with contextlib.suppress(OSError, AttributeError):
-        # glibc hands every buffer above 32 MB back to the kernel and takes fresh, zeroed pages for the next one: 12 % of a
-        # training step here. Keep them. (M_MMAP_THRESHOLD = -3, M_TRIM_THRESHOLD = -1; other C libraries have no mallopt)
+        # glibc hands every buffer above 32 MB back to the kernel and takes fresh, zeroed pages for the next one: time that
+        # training notices. Keep them. (M_MMAP_THRESHOLD = -3, M_TRIM_THRESHOLD = -1; other C libraries have no mallopt)
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 1 << 30)
         libc.mallopt(-1, 1 << 30)
