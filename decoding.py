@@ -10,6 +10,7 @@ import math
 
 import torch
 
+import kernels
 from kv_cache.dense import DenseCache
 
 
@@ -72,11 +73,28 @@ def next_logits(model, idx, cache=None):
     return model.lm_head(model.features(idx, cache)[:, -1])
 
 
+def feeder(model, cache=None):
+    """
+    The fastest way to feed tokens here: a function from new tokens idx [B, t] to the logits [B, V] that follow them. On a
+    CPU with a compiler and a dense cache, few tokens go through one call of the whole step (kernels.Step); everything else
+    through the model.
+    """
+    step = kernels.Step(model) if type(cache) is DenseCache else None
+
+    def feed(idx):
+        if step is not None and step.serves(idx, cache):
+            return step(idx, cache)[:, -1]
+        return next_logits(model, idx, cache)
+
+    return feed
+
+
 @torch.no_grad()
 def prefill(model, idx, cache, chunk=None):
     """Feed a prompt [B, T] into the cache, `chunk` tokens at a time (default: all at once) -> next logits [B, V]."""
+    feed = feeder(model, cache)
     for part in idx.split(chunk or idx.size(1), dim=1):
-        logits = next_logits(model, part, cache)
+        logits = feed(part)
     return logits
 
 
@@ -99,6 +117,7 @@ def generate(model, idx, max_new_tokens, cache=None, temperature=1.0, top_k=None
         cache.reset()
     tokens = torch.empty(B, T + max_new_tokens, dtype=torch.long, device=idx.device)
     tokens[:, :T] = idx
+    feed = feeder(model, cache)
     start = 0  # the window is tokens[:, start:stop]
     for stop in range(T, T + max_new_tokens):
         if stop - start > block:
@@ -106,7 +125,7 @@ def generate(model, idx, max_new_tokens, cache=None, temperature=1.0, top_k=None
             if cache is not None:
                 cache.reset()
         held = 0 if cache is None else cache.length
-        logits = next_logits(model, tokens[:, start + held : stop], cache)
+        logits = feed(tokens[:, start + held : stop])
         token = sample_token(logits, temperature, top_k, top_p, generator)
         tokens[:, stop] = token
         yield token

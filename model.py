@@ -158,6 +158,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = config.dropout
         self.resid_dropout = nn.Dropout(config.dropout)
+        self.causal = causal_attention  # training replaces it where it has measured a faster one
 
     def forward(self, x, rotary, cache):
         B, T, C = x.shape
@@ -167,8 +168,9 @@ class Attention(nn.Module):
         v = v.view(B, T, self.n_kv, self.hd).transpose(1, 2)  # [B, n_kv, T, hd]
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
+        dropout = self.dropout if self.training else 0.0
         if cache is None:
-            y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
+            y = self.causal(q, k, v, dropout)
         else:
             y = cache.attend(self.layer, q, k, v)  # the cache stores K and V, and knows how to read them
         y = y.transpose(1, 2).reshape(B, T, C)  # [B, n_head, T, hd] -> [B, T, C]: heads side by side again
@@ -257,6 +259,13 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 p.zero_()
 
+    def _apply(self, *args, **kwargs):
+        """nn.Module's door for .to(): a model in bfloat16 keeps its angles in float32, or far positions would blur."""
+        super()._apply(*args, **kwargs)
+        if self.config.dialect == "llama":
+            self.cos, self.sin = (table.to(self.wte.weight.device) for table in rotary_table(self.config))
+        return self
+
     def n_params(self):
         """Number of parameters, each tensor once."""
         return sum(p.numel() for p in self.parameters())
@@ -276,7 +285,7 @@ class GPT(nn.Module):
         if self.config.dialect == "gpt2":
             x = x + self.wpe.weight[past : past + T]  # [B, T, C] + [T, C]
         else:
-            rotary = self.cos[past : past + T].to(x.dtype), self.sin[past : past + T].to(x.dtype)  # [T, hd] each
+            rotary = self.cos[past : past + T], self.sin[past : past + T]  # [T, hd] each
         x = self.drop(x)
         for block in self.h:
             x = block(x, rotary, cache)

@@ -9,6 +9,8 @@ knows nothing else about it.
 import torch
 from torch.nn import functional as F
 
+import kernels
+
 
 class DenseCache:
     """
@@ -37,11 +39,13 @@ class DenseCache:
         keys, values = self.keys[layer], self.values[layer]
         if k.shape != (keys.size(0), keys.size(1), t, hd) or v.shape != k.shape:  # else one head would broadcast to all
             raise ValueError(f"keys {tuple(k.shape)} do not fit the cache's [B, n_kv, t, hd] of {tuple(keys.shape)}")
+        if layer == len(self.keys) - 1:
+            self.length = total
+        if kernels.attends(q, keys):
+            return kernels.attend(q, k, v, keys, values, past)
         keys[:, :, past:total] = k  # casts to the cache's dtype
         values[:, :, past:total] = v
         keys, values = keys[:, :, :total], values[:, :, :total]  # views [B, n_kv, total, hd]
-        if layer == len(self.keys) - 1:
-            self.length = total
         dtype, q = q.dtype, q.to(keys.dtype)
         n_kv = keys.size(1)
         if past == 0 and t > 1:

@@ -53,8 +53,9 @@ def move_to(folder, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # scripts set it: give it back after the test
     monkeypatch.setattr(char_data, "DATASET_DIR", folder / "data" / "shakespeare_char")
     monkeypatch.setattr(data.corpus, "CACHE", folder / "input.txt")
-    # a race of the two dtypes at each start costs more than a run here; test_training.py has it run
+    # a race of dtypes and of kernels at each start costs more than a run here; test_training.py has it run
     monkeypatch.setattr(training, "pick_dtype", lambda dtype, device: (dtype.replace("auto", "float32"), "as told"))
+    monkeypatch.setattr(training, "pick_attention", lambda *args: (next(iter(training.ATTENTION)), "as told"))
     (folder / "input.txt").write_text(make_text(3000))
 
 
@@ -114,7 +115,7 @@ def repo(tmp_path_factory):
     copy = tmp_path_factory.mktemp("repo")
     for path in ROOT.glob("*.py"):
         shutil.copy(path, copy)
-    for folder in ("configs", "kv_cache"):
+    for folder in ("configs", "kernels", "kv_cache"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.glob("data/**/*.py"):
         (copy / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)

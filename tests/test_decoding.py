@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from reference import DIALECTS, SHAPES, small_model, tokens
 from scipy.stats import chisquare
 
+import decoding
 from decoding import check_sampling, distribution, generate, make_cache, prefill, sample_token
 from kv_cache.dense import DenseCache
 
@@ -98,9 +99,14 @@ def test_tokens_are_yielded_as_they_come():
     assert all(token.shape == (2,) and token.dtype == torch.long for token in first)
 
 
-def test_with_a_cache_each_step_reads_one_token_and_without_one_the_window():
-    model, sizes = small_writer(), []
-    model.wte.register_forward_hook(lambda module, args, out: sizes.append(args[0].shape[1]))
+def test_with_a_cache_each_step_reads_one_token_and_without_one_the_window(monkeypatch):
+    model, sizes, feeder = small_writer(), [], decoding.feeder
+
+    def watched(*args):
+        feed = feeder(*args)
+        return lambda idx: sizes.append(idx.shape[1]) or feed(idx)
+
+    monkeypatch.setattr(decoding, "feeder", watched)
     text(model, tokens(1, 5), 4, make_cache(model, 9), temperature=0)
     assert sizes == [5, 1, 1, 1]
     sizes.clear()

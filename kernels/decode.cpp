@@ -1,0 +1,211 @@
+// Decoding: a step reads every weight and the whole KV cache once and does little with either, so it should run at the
+// memory's speed. `attend` reads each held key and value once for all the query heads of its group, and splits the tokens
+// over the threads where there are fewer KV heads than threads (flash-decoding). `step` is the whole model on t new tokens,
+// in one parallel region: at batch 1 the same step from Python costs several times what it reads.
+
+#include "vectors.h"
+
+#include <vector>
+
+// Append k, v [B, n_kv, t, hd] to keys, values [B, n_kv, capacity, hd], which hold `past` tokens; then attend with
+// q [B, n_head, t, hd]: y [B, t, n_head, hd], contiguous. q, k, v come by their strides, the last one 1. For every thread of
+// a team to call; `partial` is the team's scratch of attend_scratch floats.
+struct Shape { int B, n_kv, group, t, hd, past; long capacity; };
+
+static int parts_of(const Shape &s, int threads) {  // pieces of the tokens, so that every thread has work; none below 128
+    if (s.B * s.n_kv % threads == 0) return 1;
+    const int pieces = (s.past + s.t) / 128;
+    return pieces < 1 ? 1 : pieces < threads ? pieces : threads;
+}
+static long attend_scratch(const Shape &s, int threads) {
+    return (2L + (s.hd + 7) / 8 * 8) * s.group * s.t * s.B * s.n_kv * parts_of(s, threads);
+}
+
+template <class T>
+static void attend(const Shape &s, int threads, const float *q, const long *qs, const float *k, const long *ks,
+                   const float *v, const long *vs, T *keys, T *values, float *y, float *partial) {
+    const int items = s.B * s.n_kv, R = s.group * s.t, hd = s.hd, hd8 = (hd + 7) / 8 * 8, total = s.past + s.t;
+    const int parts = parts_of(s, threads);
+    const long each = (2L + hd8) * R;  // floats a part leaves behind: m [R], l [R], acc [R, hd8]
+    const float scale = 1.0f / sqrtf((float)hd);
+#pragma omp for schedule(static)
+    for (int job = 0; job < items * parts; job++) {
+        const int item = job / parts, part = job % parts, b = item / s.n_kv, h = item % s.n_kv;
+        const int begin = (long)total * part / parts, end = (long)total * (part + 1) / parts;
+        T *held_k = keys + (long)item * s.capacity * hd, *held_v = values + (long)item * s.capacity * hd;
+        for (int j = s.past > begin ? s.past : begin; j < end; j++)
+            for (int d = 0; d < hd; d++) {
+                from_float(k[b * ks[0] + h * ks[1] + (j - s.past) * ks[2] + d], held_k + (long)j * hd + d);
+                from_float(v[b * vs[0] + h * vs[1] + (j - s.past) * vs[2] + d], held_v + (long)j * hd + d);
+            }
+        float rows[R * hd8];  // the queries of this KV head, row g * t + i
+        memset(rows, 0, sizeof rows);
+        for (int r = 0; r < R; r++)
+            for (int d = 0; d < hd; d++)
+                rows[r * hd8 + d] = scale * q[b * qs[0] + (h * s.group + r / s.t) * qs[1] + r % s.t * qs[2] + d];
+        float *m = partial + each * job;
+        attend_part(rows, R, s.t, hd8, held_k, held_v, hd, begin, end, total, m, m + R, m + 2 * R);
+    }
+#pragma omp for schedule(static)
+    for (int item = 0; item < items; item++)
+        for (int r = 0; r < R; r++) {
+            const float *first = partial + each * item * parts;
+            float top = -INFINITY, l = 0.0f, weight[parts];
+            for (int p = 0; p < parts; p++) top = first[each * p + r] > top ? first[each * p + r] : top;
+            for (int p = 0; p < parts; p++) {
+                weight[p] = expf(first[each * p + r] - top);
+                l += weight[p] * first[each * p + R + r];
+            }
+            float *to = y + (((long)item / s.n_kv * s.t + r % s.t) * s.n_kv * s.group + item % s.n_kv * s.group + r / s.t) * hd;
+            for (int d = 0; d < hd; d++) {
+                float sum = 0.0f;
+                for (int p = 0; p < parts; p++) sum += weight[p] * first[each * p + 2 * R + (long)r * hd8 + d];
+                to[d] = sum / l;
+            }
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// the whole step
+
+INLINE v8 gelu(v8 x) {  // x Phi(x), by erf to 1.5e-7 (Abramowitz and Stegun 7.1.26)
+    v8 z = x * 0.70710678f, a = z < 0.0f ? -z : z, t = 1.0f / (1.0f + 0.3275911f * a);
+    v8 tail = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t *
+              exp8(-a * a) * 0.5f;
+    return x * (z < 0.0f ? tail : 1.0f - tail);
+}
+INLINE v8 silu(v8 x) {
+    v8 e = exp8(x < 0.0f ? x : -x);  // of -|x|
+    return x * (x < 0.0f ? e : v8{} + 1.0f) / (1.0f + e);
+}
+
+// y[M, N] = x[M, K] w[N, K]^T + b[N]; every thread of the team takes some of the columns. K is a multiple of 8. Then, by
+// `what`: STORE it, ADD it to y, or apply an activation (SILU_TIMES multiplies what y held by silu of the sum).
+enum What { STORE, ADD, GELU, SILU_TIMES };
+template <class T>
+static void linear(int M, int K, int N, const float *x, const T *w, const T *b, float *y, What what) {
+#pragma omp for schedule(static)
+    for (int n = 0; n < N; n += 8) {
+        const T *rows = w + (long)n * K;
+        const int columns = N - n < 8 ? N - n : 8;
+        float out[M][8];
+        if (columns < 8) {  // the last ones: a vocabulary need not be a multiple of 8
+            memset(out, 0, sizeof out);
+            for (int m = 0; m < M; m++)
+                for (int j = 0; j < columns; j++) {
+                    v8 s = {};
+                    for (int k = 0; k < K; k += 8) s += load(x + m * K + k) * load(rows + (long)j * K + k);
+                    out[m][j] = sum(s);
+                }
+        } else {
+            int m = 0;
+            for (; m + 3 <= M; m += 3)
+                for (int j = 0; j < 8; j += 4) dots<3, 4>(x + m * K, K, rows + (long)j * K, K, K, out[m] + j, 8);
+            for (; m + 2 <= M; m += 2)
+                for (int j = 0; j < 8; j += 4) dots<2, 4>(x + m * K, K, rows + (long)j * K, K, K, out[m] + j, 8);
+            for (; m < M; m++) dots<1, 8>(x + m * K, K, rows, K, K, out[m], 8);
+        }
+        float bias[8] = {};
+        for (int j = 0; b && j < columns; j++) bias[j] = to_float(b[n + j]);
+        for (int m = 0; m < M; m++) {
+            float *to = y + (long)m * N + n, had[8] = {};
+            const float *before = columns == 8 ? to : (const float *)memcpy(had, to, sizeof(float) * columns);
+            v8 s = load(out[m]) + load(bias);
+            if (what == ADD) s += load(before);
+            if (what == GELU) s = gelu(s);
+            if (what == SILU_TIMES) s = silu(s) * load(before);
+            if (columns == 8) store(to, s);
+            else memcpy(to, &s, sizeof(float) * columns);
+        }
+    }
+}
+
+// y[M, C] = LayerNorm or RMSNorm of x[M, C]; each thread for itself: cheaper than waiting for another's
+template <class T> static void norm(int M, int C, const float *x, const T *w, const T *b, int rms, float *y) {
+    for (int m = 0; m < M; m++) {
+        v8 s = {}, squares = {};
+        for (int c = 0; c < C; c += 8) s += load(x + m * C + c);
+        const float mean = rms ? 0.0f : sum(s) / C;
+        for (int c = 0; c < C; c += 8) squares += (load(x + m * C + c) - mean) * (load(x + m * C + c) - mean);
+        const float scale = 1.0f / sqrtf(sum(squares) / C + 1e-5f);
+        for (int c = 0; c < C; c += 8) {
+            v8 z = (load(x + m * C + c) - mean) * scale * load(w + c);
+            store(y + m * C + c, b ? z + load(b + c) : z);
+        }
+    }
+}
+
+// kernels/__init__.py fills these in; pointers to weights in the order of `Weights`, layer by layer
+struct Model {
+    int n_layer, n_head, n_kv, hd, C, inner, V, llama;
+    const void *wte, *wpe, *cos, *sin, *ln_f_w, *ln_f_b, *head;
+    const void *const *layers;
+};
+enum Weights { LN1_W, LN1_B, ATTN_W, ATTN_B, PROJ_W, PROJ_B, LN2_W, LN2_B, GATE_W, FC_W, FC_B, OUT_W, OUT_B, WEIGHTS };
+
+// logits[B, t, V] of the tokens idx[B, t] that follow the `past` ones in the cache; theirs are appended
+template <class T, class S>
+static void step(int threads, const Model &m, int B, int t, int past, long capacity, const long *idx, S *const *keys,
+                 S *const *values, float *logits) {
+    const int M = B * t, C = m.C, hd = m.hd, width = (m.n_head + 2 * m.n_kv) * hd;
+    const Shape shape = {B, m.n_kv, m.n_head / m.n_kv, t, hd, past, capacity};
+    std::vector<float> x(M * C), qkv(M * width), y(M * C), h(M * m.inner), scratch(attend_scratch(shape, threads));
+    const long strides[3] = {(long)t * width, hd, width};  // of q, k and v in qkv [B, t, heads, hd]
+    float *q = qkv.data(), *k = q + m.n_head * hd, *v = k + m.n_kv * hd;
+    for (int i = 0; i < M; i++)
+        for (int c = 0; c < C; c++)
+            x[i * C + c] = to_float(((const T *)m.wte)[idx[i] * C + c]) +
+                           (m.llama ? 0.0f : to_float(((const T *)m.wpe)[(long)(past + i % t) * C + c]));
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> n(M * C);
+        for (int layer = 0; layer < m.n_layer; layer++) {
+            const T *const *w = (const T *const *)m.layers + layer * WEIGHTS;
+            norm(M, C, x.data(), w[LN1_W], w[LN1_B], m.llama, n.data());
+            linear(M, C, width, n.data(), w[ATTN_W], w[ATTN_B], q, STORE);
+            if (m.llama) {
+#pragma omp for schedule(static)
+                for (int i = 0; i < M; i++) {  // rotate queries and keys: pair d is (d, d + hd/2)
+                    const float *cos = (const float *)m.cos + (past + i % t) * hd;
+                    const float *sin = (const float *)m.sin + (past + i % t) * hd;
+                    for (int head = 0; head < m.n_head + m.n_kv; head++) {
+                        float *z = q + (long)i * width + head * hd;
+                        for (int d = 0; d < hd / 2; d++) {
+                            const float a = z[d], b = z[d + hd / 2];
+                            z[d] = a * cos[d] - b * sin[d];
+                            z[d + hd / 2] = b * cos[d + hd / 2] + a * sin[d + hd / 2];
+                        }
+                    }
+                }
+            }
+            attend(shape, threads, q, strides, k, strides, v, strides, keys[layer], values[layer], y.data(), scratch.data());
+            linear(M, C, C, y.data(), w[PROJ_W], w[PROJ_B], x.data(), ADD);
+            norm(M, C, x.data(), w[LN2_W], w[LN2_B], m.llama, n.data());
+            linear(M, C, m.inner, n.data(), w[FC_W], w[FC_B], h.data(), m.llama ? STORE : GELU);
+            if (m.llama) linear(M, C, m.inner, n.data(), w[GATE_W], (const T *)nullptr, h.data(), SILU_TIMES);
+            linear(M, m.inner, C, h.data(), w[OUT_W], w[OUT_B], x.data(), ADD);
+        }
+        norm(M, C, x.data(), (const T *)m.ln_f_w, (const T *)m.ln_f_b, m.llama, n.data());
+        linear(M, C, m.V, n.data(), (const T *)m.head, (const T *)nullptr, logits, STORE);
+    }
+}
+
+#define ATTEND(name, S)                                                                                                 \
+    extern "C" void name(int threads, const Shape *s, const float *q, const long *qs, const float *k, const long *ks,   \
+                         const float *v, const long *vs, S *keys, S *values, float *y) {                                \
+        std::vector<float> scratch(attend_scratch(*s, threads));                                                        \
+        _Pragma("omp parallel num_threads(threads)")                                                                    \
+        attend(*s, threads, q, qs, k, ks, v, vs, keys, values, y, scratch.data());                                      \
+    }
+ATTEND(attend_float32, float)
+ATTEND(attend_bfloat16, bf16)
+
+#define STEP(name, T, S)                                                                                                \
+    extern "C" void name(int threads, const Model *m, int B, int t, int past, long capacity, const long *idx,          \
+                         S *const *keys, S *const *values, float *logits) {                                             \
+        step<T, S>(threads, *m, B, t, past, capacity, idx, keys, values, logits);                                       \
+    }
+STEP(step_float32_float32, float, float)
+STEP(step_float32_bfloat16, float, bf16)
+STEP(step_bfloat16_float32, bf16, float)
+STEP(step_bfloat16_bfloat16, bf16, bf16)
