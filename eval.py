@@ -25,8 +25,9 @@ from data.tokenizer import tokenizer_from
 from decoding import generate, make_cache
 from kv_cache.accounting import dense_nbytes
 from model import GPT, rng
+from storage import RUNS, find_checkpoint, load_checkpoint, load_model, open_run
 from tracking import Run, WandbConfig, commit, provenance
-from training import RUNS, evaluate, find_checkpoint, load_checkpoint, load_data, load_model, open_run, set_up_device
+from training import evaluate, load_data, set_up_device
 
 POINTS = 20  # of the curves against context: a median over a twentieth of the steps, and a count of bytes at its end
 

@@ -20,7 +20,8 @@ from cli import InputError, script
 from data.tokenizer import tokenizer_from
 from decoding import check_sampling, generate, make_cache
 from model import rng
-from training import find_checkpoint, load_checkpoint, load_model, set_up_device
+from storage import find_checkpoint, load_checkpoint, load_model
+from training import set_up_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass, replace
 
 from cli import script
 from model import GPT, GPTConfig
+from storage import open_run
 from tracking import WandbConfig
-from training import DataConfig, TrainConfig, load_data, open_run, set_up_device, train
+from training import DataConfig, TrainConfig, load_data, set_up_device, train
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """
-The loop, the data stream, checkpoints and run folders: shared by train.py and uptrain.py.
+The loop and the data stream: shared by train.py and uptrain.py.
 
 Randomness is a function of (seed, purpose, iteration), so nothing random has to be saved: iteration i sees the same batch
 and the same dropout whether it is reached in one go or after any number of interruptions, and whatever n_kv is.
@@ -10,7 +10,6 @@ import ctypes
 import importlib
 import json
 import math
-import os
 import re
 import sys
 import time
@@ -19,16 +18,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import yaml
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from cli import InputError, strict
-from model import GPT, GPTConfig, rng, rng_seed
-from tracking import Run, commit, provenance, write_atomically
-
-RUNS = Path("runs")
-CHECKPOINTS = Path("checkpoints")
+import kernels
+from cli import InputError
+from model import causal_attention, rng, rng_seed
+from storage import load_checkpoint, save_checkpoint
+from tracking import Run, commit, provenance
 
 
 @dataclass(frozen=True)
@@ -120,6 +117,31 @@ def pick_dtype(dtype, device):
     return dtype, measured
 
 
+# a layer's attention while training: what each is called in the log and in checkpoints
+ATTENTION = {
+    "scaled_dot_product_attention": causal_attention,
+    "kernels/causal.cpp": lambda q, k, v, dropout: kernels.causal_attention(q, k, v),
+}
+
+
+def pick_attention(config, batch_size, device, dtype):
+    """The key in ATTENTION of whichever is faster, forward and backward, on one layer of this shape; and why, in words."""
+    fused, kernel = ATTENTION
+    dtype = getattr(torch, dtype)
+    if config.dropout or not kernels.serves(torch.empty(0, dtype=dtype, device=device)):
+        return fused, "dropout" if config.dropout else "the only one here"
+    heads = [config.n_head, config.n_kv, config.n_kv]
+    qkv = torch.ones(batch_size, sum(heads), config.block_size, config.head_dim, dtype=dtype, requires_grad=True)
+    seconds = {fused: [], kernel: []}
+    for _ in range(4):  # taking turns, so that a busy moment meets both
+        for name in seconds:
+            start = time.perf_counter()
+            ATTENTION[name](*qkv.split(heads, dim=1), 0.0).sum().backward()
+            seconds[name].append(time.perf_counter() - start)
+    fastest, slowest = sorted(seconds, key=lambda name: min(seconds[name]))
+    return fastest, f"{min(seconds[slowest]) / min(seconds[fastest]):.1f}x as fast as {slowest} here"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # data
 
@@ -200,98 +222,6 @@ def evaluate(model, tokens, batch_size=None):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# checkpoints
-
-
-def save_checkpoint(path, checkpoint):
-    """Write tensors and plain types to a temporary name, fsync, rename: the file before survives until then."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as f:
-            torch.save(checkpoint, f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def find_checkpoint(ckpt):
-    """`ckpt=` as a path: as given, or a bare name looked up in checkpoints/."""
-    for path in (Path(ckpt), CHECKPOINTS / ckpt):
-        if path.is_file():
-            return path
-    have = ", ".join(sorted(p.name for p in CHECKPOINTS.glob("*.pt") if p.is_file())) or "nothing yet, `make sweep` fills it"
-    raise InputError(f"ckpt={ckpt}: no such file, here or in {CHECKPOINTS}/ ({have})")
-
-
-def load_checkpoint(path, device="cpu"):
-    """A checkpoint's dict, weights without compile or DDP prefixes. InputError for files that are none of ours."""
-    try:
-        checkpoint = torch.load(path, map_location=device, weights_only=True)  # runs no code from the file
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"{path} cannot be read as a checkpoint: {reason}") from None
-    needed = {"model", "model_config", "iteration", "tokenizer", "data", "config", "seed"}
-    if not isinstance(checkpoint, dict) or needed - checkpoint.keys():
-        raise InputError(f"{path} is no checkpoint of train.py or uptrain.py (their keys: {', '.join(sorted(needed))})")
-    # DDP and compile name the module they wrap; our own files hold the bare one
-    checkpoint["model"] = {re.sub(r"^((module|_orig_mod)\.)+", "", name): p for name, p in checkpoint["model"].items()}
-    return checkpoint
-
-
-def load_model(checkpoint, device="cpu"):
-    """The GPT of a checkpoint's dict. InputError when config and weights disagree."""
-    model = GPT(strict(GPTConfig, checkpoint["model_config"], "model"))
-    try:
-        model.load_state_dict(checkpoint["model"])
-    except RuntimeError as error:
-        raise InputError(f"the checkpoint's weights do not fit its config: {str(error).splitlines()[-1].strip()}") from None
-    return model.to(device)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# run folders
-
-
-def open_run(config):
-    """
-    The folder runs/<sweep>/<name> of a run's plain config, and its state: 'new', 'interrupted' or 'finished'.
-    InputError when the folder was made with another config: nothing is ever trained into a folder it does not belong to.
-    """
-    for key in ("sweep", "name"):
-        if not config[key] or set(config[key]) & set("/\\= \t\n") or config[key].startswith("."):
-            raise InputError(f"{key}={config[key]!r} cannot name a folder: letters, digits, -, _ and . only")
-    folder = RUNS / config["sweep"] / config["name"]
-    path = folder / "config.yaml"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "provenance.json", json.dumps(provenance(), indent=2).encode())
-        write_atomically(path, yaml.safe_dump(config, sort_keys=False).encode())
-        return folder, "new"
-
-    def flat(config, prefix=""):
-        for key, value in config.items():
-            if isinstance(value, dict):
-                yield from flat(value, f"{prefix}{key}.")
-            else:
-                yield prefix + key, value
-
-    old, new = dict(flat(yaml.safe_load(path.read_text(encoding="utf-8")))), dict(flat(config))
-    changed = [k for k in sorted({*old, *new} - {"data.origin"}) if old.get(k) != new.get(k)]  # one text, found elsewhere
-    if changed:
-        what = ", ".join(f"{k}={old.get(k)} (now {new.get(k)})" for k in changed[:4])
-        raise InputError(
-            f"{folder} holds another run: {what}. Give this one a place of its own (sweep=…), or delete that folder"
-        )
-    if (folder / "summary.json").exists():
-        return folder, "finished"
-    return folder, "interrupted" if (folder / "last.pt").exists() else "new"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # the loop
 
 
@@ -326,11 +256,19 @@ def train(model, data, cfg, config, folder, *, device, wandb, job_type, first_ba
         optimizer.load_state_dict(last["optimizer"])
         iteration, elapsed = last["iteration"], last["elapsed_s"]
         val_loss, best, dtype = last["val_loss"], last["best_val_loss"], last["dtype"]  # auto is answered once a run
+        attention, attention_why = last["attention"], "as before"
+    elif cfg.compile:
+        attention, attention_why = next(iter(ATTENTION)), "torch.compile knows it"
+    else:
+        attention, attention_why = pick_attention(model.config, cfg.batch_size, device, dtype)
+    for block in model.h:
+        block.attn.causal = ATTENTION[attention]
     first, made_by = iteration, provenance()
     stepper = compiled(model, data, cfg, T, device, dtype) if cfg.compile else model
     print(
         f"{name}: {model.n_params():,} parameters, n_kv={model.config.n_kv}, {data.meta['corpus']}, "
-        f"{iteration}/{cfg.steps} steps done, {torch.get_num_threads()} threads, {dtype} ({why})",
+        f"{iteration}/{cfg.steps} steps done, {torch.get_num_threads()} threads, {dtype} ({why}), "
+        f"attention by {attention} ({attention_why})",
         flush=True,
     )
 
@@ -346,6 +284,7 @@ def train(model, data, cfg, config, folder, *, device, wandb, job_type, first_ba
             "elapsed_s": elapsed + time.perf_counter() - start,
             "seed": seed,
             "dtype": dtype,
+            "attention": attention,
             "tokenizer": data.meta["tokenizer"],
             "data": data.identity,
             "config": config,
@@ -427,6 +366,7 @@ def train(model, data, cfg, config, folder, *, device, wandb, job_type, first_ba
             "n_params": model.n_params(),
             "corpus": data.meta["corpus"],
             "dtype": dtype,
+            "attention": attention,
             "commit": commit(made_by),
             "machine": made_by["machine"],
             "elapsed_s": elapsed + time.perf_counter() - start,

@@ -18,18 +18,9 @@ from dataclasses import asdict, dataclass
 
 from cli import InputError, script, strict
 from convert import pool_heads
+from storage import find_checkpoint, load_checkpoint, load_model, open_run
 from tracking import WandbConfig
-from training import (
-    TrainConfig,
-    evaluate,
-    find_checkpoint,
-    load_checkpoint,
-    load_data,
-    load_model,
-    open_run,
-    set_up_device,
-    train,
-)
+from training import TrainConfig, evaluate, load_data, set_up_device, train
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from reference import SHAPES, small_model, tokens
 
 import training
 from cli import InputError
-from training import evaluate, find_checkpoint, get_batch, load_checkpoint, load_model, lr_at, pick_dtype, save_checkpoint
+from storage import find_checkpoint, load_checkpoint, load_model, save_checkpoint
+from training import evaluate, get_batch, lr_at, pick_dtype
 
 
 def rows(folder):

@@ -12,7 +12,8 @@ from test_training import equal, rows
 
 import training
 from convert import pool_heads
-from training import evaluate, get_batch, load_checkpoint, load_model
+from storage import load_checkpoint, load_model
+from training import evaluate, get_batch
 
 QUIET = ("wandb=disabled", "threads=1")
 VAL = np.array(["\n abcdefghij".index(c) for c in make_text(3000)[2700:]], dtype=np.uint16)

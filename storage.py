@@ -1,0 +1,110 @@
+"""
+What a run leaves on disk: its folder runs/<sweep>/<name>/, and checkpoints, which are written whole or not at all.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import torch
+import yaml
+
+from cli import InputError, strict
+from model import GPT, GPTConfig
+from tracking import provenance, write_atomically
+
+RUNS = Path("runs")
+CHECKPOINTS = Path("checkpoints")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# checkpoints
+
+
+def save_checkpoint(path, checkpoint):
+    """Write tensors and plain types to a temporary name, fsync, rename: the file before survives until then."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as f:
+            torch.save(checkpoint, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def find_checkpoint(ckpt):
+    """`ckpt=` as a path: as given, or a bare name looked up in checkpoints/."""
+    for path in (Path(ckpt), CHECKPOINTS / ckpt):
+        if path.is_file():
+            return path
+    have = ", ".join(sorted(p.name for p in CHECKPOINTS.glob("*.pt") if p.is_file())) or "nothing yet, `make sweep` fills it"
+    raise InputError(f"ckpt={ckpt}: no such file, here or in {CHECKPOINTS}/ ({have})")
+
+
+def load_checkpoint(path, device="cpu"):
+    """A checkpoint's dict, weights without compile or DDP prefixes. InputError for files that are none of ours."""
+    try:
+        checkpoint = torch.load(path, map_location=device, weights_only=True)  # runs no code from the file
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"{path} cannot be read as a checkpoint: {reason}") from None
+    needed = {"model", "model_config", "iteration", "tokenizer", "data", "config", "seed"}
+    if not isinstance(checkpoint, dict) or needed - checkpoint.keys():
+        raise InputError(f"{path} is no checkpoint of train.py or uptrain.py (their keys: {', '.join(sorted(needed))})")
+    # DDP and compile name the module they wrap; our own files hold the bare one
+    checkpoint["model"] = {re.sub(r"^((module|_orig_mod)\.)+", "", name): p for name, p in checkpoint["model"].items()}
+    return checkpoint
+
+
+def load_model(checkpoint, device="cpu"):
+    """The GPT of a checkpoint's dict. InputError when config and weights disagree."""
+    model = GPT(strict(GPTConfig, checkpoint["model_config"], "model"))
+    try:
+        model.load_state_dict(checkpoint["model"])
+    except RuntimeError as error:
+        raise InputError(f"the checkpoint's weights do not fit its config: {str(error).splitlines()[-1].strip()}") from None
+    return model.to(device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# run folders
+
+
+def open_run(config):
+    """
+    The folder runs/<sweep>/<name> of a run's plain config, and its state: 'new', 'interrupted' or 'finished'.
+    InputError when the folder was made with another config: nothing is ever trained into a folder it does not belong to.
+    """
+    for key in ("sweep", "name"):
+        if not config[key] or set(config[key]) & set("/\\= \t\n") or config[key].startswith("."):
+            raise InputError(f"{key}={config[key]!r} cannot name a folder: letters, digits, -, _ and . only")
+    folder = RUNS / config["sweep"] / config["name"]
+    path = folder / "config.yaml"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "provenance.json", json.dumps(provenance(), indent=2).encode())
+        write_atomically(path, yaml.safe_dump(config, sort_keys=False).encode())
+        return folder, "new"
+
+    def flat(config, prefix=""):
+        for key, value in config.items():
+            if isinstance(value, dict):
+                yield from flat(value, f"{prefix}{key}.")
+            else:
+                yield prefix + key, value
+
+    old, new = dict(flat(yaml.safe_load(path.read_text(encoding="utf-8")))), dict(flat(config))
+    changed = [k for k in sorted({*old, *new} - {"data.origin"}) if old.get(k) != new.get(k)]  # one text, found elsewhere
+    if changed:
+        what = ", ".join(f"{k}={old.get(k)} (now {new.get(k)})" for k in changed[:4])
+        raise InputError(
+            f"{folder} holds another run: {what}. Give this one a place of its own (sweep=…), or delete that folder"
+        )
+    if (folder / "summary.json").exists():
+        return folder, "finished"
+    return folder, "interrupted" if (folder / "last.pt").exists() else "new"
