@@ -13,7 +13,7 @@ PARENTS = $(subst $(comma),/last.pt$(comma)runs/$(PRESET)/kv8-s,runs/$(PRESET)/k
 export PYTHONUNBUFFERED = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data sweep train uptrain eval analysis dashboard sync test test-slow lint clean
+.PHONY: help setup data sweep train uptrain eval bench analysis dashboard sync test test-slow lint clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -54,6 +54,18 @@ uptrain: $(READY)  ## MHA -> GQA-2 from checkpoints/mha.pt (ARGS="groups=1 pool=
 
 eval: $(READY)  ## loss, KV bytes and tokens/s of every finished run (ARGS="again=true")
 	$(PY) eval.py sweep=$(PRESET) $(ARGS)
+
+bench: .venv/.bench .venv-vllm/.ready  ## training and decoding beside peers and the machine's limits (ARGS="dtypes=[float32]")
+	$(PY) bench/bench.py $(ARGS)
+	$(PY) bench/report.py
+
+.venv/.bench: $(READY)
+	$(PY) -m pip install --quiet -e ".[bench]"
+	@touch $@
+
+.venv-vllm/.ready: bench/vllm.txt  # without it the others are measured
+	-$(PYTHON) -m venv .venv-vllm && .venv-vllm/bin/python -m pip install --quiet --no-deps -r bench/vllm.txt
+	@mkdir -p .venv-vllm && touch $@
 
 analysis: $(READY)  ## tables and notebooks from the runs of PRESET
 	$(PY) analysis/notebooks.py sweep=$(PRESET)

@@ -73,15 +73,68 @@ def next_logits(model, idx, cache=None):
     return model.lm_head(model.features(idx, cache)[:, -1])
 
 
+class GraphStep:
+    """
+    One-token steps on a CUDA GPU without Python between the kernels: GraphStep(model, cache)(idx [B, 1]) -> logits [B, V].
+    A captured graph has fixed shapes, so it looks at a window of the cache, masked beyond the tokens held: one graph for
+    each WINDOW tokens of length, captured when first needed.
+    """
+
+    WINDOW = 256
+
+    def __init__(self, model, cache):
+        self.model, self.cache, self.graphs = model, cache, {}
+        device = model.wte.weight.device
+        self.idx = torch.zeros(cache.keys[0].size(0), 1, dtype=torch.long, device=device)
+        self.position = torch.zeros(1, dtype=torch.long, device=device)
+        for tensor in cache.keys + cache.values:
+            tensor[:, :, cache.length :] = 0  # fresh memory may hold NaN, and a weight of 0 times NaN is NaN
+
+    def run(self, window):
+        """The step as it is captured, over self.idx and self.position."""
+        self.cache.position, self.cache.window = self.position, window
+        try:
+            return next_logits(self.model, self.idx, self.cache)
+        finally:
+            self.cache.position = None
+
+    def capture(self, window):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.run(window)  # once outside: allocations and choices of kernels are no part of a graph
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self.run(window)
+        return graph, logits
+
+    def __call__(self, idx):
+        window = min(self.cache.capacity, (self.cache.length // self.WINDOW + 1) * self.WINDOW)
+        self.idx.copy_(idx)
+        self.position.fill_(self.cache.length)
+        if window not in self.graphs:
+            self.graphs[window] = self.capture(window)
+        graph, logits = self.graphs[window]
+        graph.replay()
+        self.cache.length += 1
+        return logits.clone()
+
+
 def feeder(model, cache=None):
     """
-    The fastest way to feed tokens here: a function from new tokens idx [B, t] to the logits [B, V] that follow them. On a
-    CPU with a compiler and a dense cache, few tokens go through one call of the whole step (kernels.Step); everything else
-    through the model.
+    The fastest way to feed tokens here: a function from new tokens idx [B, t] to the logits [B, V] that follow them. With
+    a dense cache, few tokens go through one call of the whole step on a CPU that has a compiler (kernels.Step), and single
+    ones through a captured graph on a GPU (GraphStep); everything else through the model.
     """
-    step = kernels.Step(model) if type(cache) is DenseCache else None
+    step = graph = None
+    if type(cache) is DenseCache:
+        step = kernels.Step(model)
+        graph = GraphStep(model, cache) if cache.keys[0].is_cuda else None
 
     def feed(idx):
+        if graph is not None and idx.size(1) == 1 and cache.length < cache.capacity:
+            return graph(idx)
         if step is not None and step.serves(idx, cache):
             return step(idx, cache)[:, -1]
         return next_logits(model, idx, cache)

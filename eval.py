@@ -3,7 +3,7 @@ What a checkpoint is worth and what it costs: validation loss, KV-cache bytes, d
 
     python eval.py ckpt=mha.pt                    one checkpoint
     python eval.py sweep=cpu                      every finished training run of runs/cpu/, n_kv's interleaved
-    python eval.py ckpt=gqa2.pt tokens=500 batches=[1,4] name=short
+    python eval.py ckpt=gqa2.pt dtype=bfloat16 name=half      weights and cache of half the bytes
 
 Prints the full-pass validation loss (nats per token); KV bytes by the closed formula and summed from the real tensors of
 a real generation (they must agree to the byte); prefill and decode tokens/s by batch, bytes read per step, and what share
@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import yaml
 
+import kernels
 from cli import InputError, script
 from data.tokenizer import tokenizer_from
 from decoding import generate, make_cache
@@ -64,12 +65,12 @@ def cache_bytes(model, cache):
 
 
 @torch.no_grad()
-def decode_speed(config, batch, prompt, tokens, device):
+def decode_speed(config, batch, prompt, tokens, dtype, device):
     """
-    Time `tokens` greedy tokens after a prompt of `prompt` tokens, `batch` sequences at once. Returns a plain dict:
+    Time, with weights and cache in `dtype`, `tokens` greedy tokens after a prompt of `prompt` tokens, `batch` sequences at once. Returns a plain dict:
     seconds of the prefill (first token included) and of each later step, and the cache's bytes as it fills and at the end.
     """
-    model = GPT(replace(config, block_size=prompt + tokens), seed=0).to(device).eval()
+    model = GPT(replace(config, block_size=prompt + tokens), seed=0).to(device, dtype).eval()
     idx = torch.randint(config.vocab_size, (batch, prompt), generator=rng(0, "speed")).to(device)
 
     def run(tokens, every):
@@ -128,6 +129,7 @@ def evaluate_checkpoint(path, cfg, device):
     config = {
         "script": "eval", "sweep": was["sweep"], "name": name, "seed": checkpoint["seed"],
         "model": checkpoint["model_config"], "tokens": cfg.tokens, "prompt": cfg.prompt_tokens, "batches": cfg.batches,
+        "dtype": cfg.dtype,
         "parent": {"name": was["name"], "script": was["script"], "iteration": checkpoint["iteration"]},
     }  # fmt: skip
     folder, state = open_run(config)
@@ -158,17 +160,21 @@ def evaluate_checkpoint(path, cfg, device):
 
         bandwidth = read_bandwidth(device)
         capability = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else torch.cuda.get_device_name(device)
-        kernel = f"scaled_dot_product_attention, {capability}"
-        print(f"  float32, {kernel}, {torch.get_num_threads()} threads, read bandwidth {bandwidth / 1e9:.1f} GB/s", flush=True)
-        per_token = dense_nbytes(c.n_layer, c.n_kv, c.head_dim, 1, 1, 4)
+        ours = device.type == "cpu" and kernels.library() is not None
+        kernel = f"{'kernels/decode.cpp' if ours else 'scaled_dot_product_attention'}, {capability}"
+        print(
+            f"  {cfg.dtype}, {kernel}, {torch.get_num_threads()} threads, read bandwidth {bandwidth / 1e9:.1f} GB/s", flush=True
+        )
+        dtype = getattr(torch, cfg.dtype)
+        per_token = dense_nbytes(c.n_layer, c.n_kv, c.head_dim, 1, 1, dtype.itemsize)
         summary = {
             "val_loss": loss, "n_kv": c.n_kv, "seed": checkpoint["seed"], "corpus": data.meta["corpus"],
             "kv_bytes_per_token": per_token, "read_bandwidth": bandwidth, "tokens": cfg.tokens, "prompt": cfg.prompt_tokens,
-            "kernel": kernel, "threads": torch.get_num_threads(), "commit": commit(made_by), "machine": made_by["machine"],
+            "dtype": cfg.dtype, "kernel": kernel, "threads": torch.get_num_threads(), "commit": commit(made_by), "machine": made_by["machine"],
         }  # fmt: skip
         curves = {}
         for batch in cfg.batches:
-            m = decode_speed(c, batch, cfg.prompt_tokens, cfg.tokens, device)
+            m = decode_speed(c, batch, cfg.prompt_tokens, cfg.tokens, dtype, device)
             steps = m["steps_s"]
             # step j of tokens - 1 reads prompt + j tokens: prompt + tokens / 2 on average
             read = m["weight_bytes"] + per_token * batch * (cfg.prompt_tokens + cfg.tokens / 2)
@@ -206,6 +212,7 @@ class Settings:
     tokens: int
     prompt_tokens: int
     batches: list
+    dtype: str
     device: str
     threads: int | None
 
@@ -215,6 +222,8 @@ class Settings:
         for key, low in (("tokens", 2), ("prompt_tokens", 1)):
             if getattr(self, key) < low:
                 raise ValueError(f"{key}={getattr(self, key)} is not allowed: a whole number of at least {low}")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype={self.dtype} is not allowed: float32 or bfloat16")
         if not self.batches or any(type(b) is not int or b < 1 for b in self.batches):
             raise ValueError(f"batches={self.batches} is not allowed: a list of whole numbers, e.g. batches=[1,32]")
 

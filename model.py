@@ -281,11 +281,14 @@ class GPT(nn.Module):
         if past + T > self.config.block_size:
             raise ValueError(f"{past} + {T} tokens do not fit the model's context: block_size={self.config.block_size}")
         x = self.wte(idx)  # [B, T, C]
+        at = slice(past, past + T)
+        if cache is not None and cache.position is not None:
+            at = cache.position  # a tensor [1]: in a captured step the position is data, not a shape
         rotary = None
         if self.config.dialect == "gpt2":
-            x = x + self.wpe.weight[past : past + T]  # [B, T, C] + [T, C]
+            x = x + self.wpe.weight[at]  # [B, T, C] + [T, C]
         else:
-            rotary = self.cos[past : past + T], self.sin[past : past + T]  # [T, hd] each
+            rotary = self.cos[at], self.sin[at]  # [T, hd] each
         x = self.drop(x)
         for block in self.h:
             x = block(x, rotary, cache)

@@ -79,11 +79,22 @@ INLINE v8 silu(v8 x) {
     return x * (x < 0.0f ? e : v8{} + 1.0f) / (1.0f + e);
 }
 
+// out[M][8] = x[M][K] rows[8][K]^T
+template <class T> INLINE void eight_columns(int M, int K, const float *x, const T *rows, float (*out)[8]) {
+    int m = 0;
+    for (; m + 3 <= M; m += 3)
+        for (int j = 0; j < 8; j += 4) dots<3, 4>(x + m * K, K, rows + (long)j * K, K, K, out[m] + j, 8);
+    for (; m + 2 <= M; m += 2)
+        for (int j = 0; j < 8; j += 4) dots<2, 4>(x + m * K, K, rows + (long)j * K, K, K, out[m] + j, 8);
+    for (; m < M; m++) dots<1, 8>(x + m * K, K, rows, K, K, out[m], 8);
+}
+
 // y[M, N] = x[M, K] w[N, K]^T + b[N]; every thread of the team takes some of the columns. K is a multiple of 8. Then, by
 // `what`: STORE it, ADD it to y, or apply an activation (SILU_TIMES multiplies what y held by silu of the sum).
 enum What { STORE, ADD, GELU, SILU_TIMES };
 template <class T>
 static void linear(int M, int K, int N, const float *x, const T *w, const T *b, float *y, What what) {
+    std::vector<float> unpacked(sizeof(T) == 4 || M < 3 ? 0 : 8 * K);
 #pragma omp for schedule(static)
     for (int n = 0; n < N; n += 8) {
         const T *rows = w + (long)n * K;
@@ -97,13 +108,11 @@ static void linear(int M, int K, int N, const float *x, const T *w, const T *b, 
                     for (int k = 0; k < K; k += 8) s += load(x + m * K + k) * load(rows + (long)j * K + k);
                     out[m][j] = sum(s);
                 }
-        } else {
-            int m = 0;
-            for (; m + 3 <= M; m += 3)
-                for (int j = 0; j < 8; j += 4) dots<3, 4>(x + m * K, K, rows + (long)j * K, K, K, out[m] + j, 8);
-            for (; m + 2 <= M; m += 2)
-                for (int j = 0; j < 8; j += 4) dots<2, 4>(x + m * K, K, rows + (long)j * K, K, K, out[m] + j, 8);
-            for (; m < M; m++) dots<1, 8>(x + m * K, K, rows, K, K, out[m], 8);
+        } else if (unpacked.empty()) {
+            eight_columns(M, K, x, rows, out);
+        } else {  // more than two rows: to float32 once, not once for each
+            for (int k = 0; k < 8 * K; k += 8) store(&unpacked[k], load(rows + k));
+            eight_columns(M, K, x, unpacked.data(), out);
         }
         float bias[8] = {};
         for (int j = 0; b && j < columns; j++) bias[j] = to_float(b[n + j]);

@@ -107,7 +107,7 @@ template <class T> INLINE void unpack(const T *from, int n, int head_dim, float 
         for (int d = 0; d < head_dim; d++) to[j * hd + d] = to_float(from[j * head_dim + d]);
 }
 
-// acc[M][hd] += p[M][n] v[n][hd], where p[i][j] lies at p[i * next_i + j * next_j]: three rows of 32 sums in registers
+// acc[M][hd] += p[M][n] v[n][hd], where p[i][j] lies at p[i * next_i + j * next_j]; eight vectors of sums in registers
 template <int R, int NV>
 INLINE void weigh_block(const float *p, long next_i, long next_j, const float *v, int n, int hd, float *acc) {
     v8 a[R][NV];
@@ -120,22 +120,29 @@ INLINE void weigh_block(const float *p, long next_i, long next_j, const float *v
     UNROLL for (int i = 0; i < R; i++) UNROLL for (int d = 0; d < NV; d++) store(acc + i * hd + 8 * d, a[i][d]);
 }
 INLINE void weigh(int M, const float *p, long next_i, long next_j, const float *v, int n, int hd, float *acc) {
-    int i = 0, d = 0;
-    for (; d + 32 <= hd; d += 32) {
-        for (i = 0; i + 3 <= M; i += 3) weigh_block<3, 4>(p + i * next_i, next_i, next_j, v + d, n, hd, acc + i * hd + d);
-        for (; i < M; i++) weigh_block<1, 4>(p + i * next_i, next_i, next_j, v + d, n, hd, acc + i * hd + d);
-    }
-    for (; d < hd; d += 8)
-        for (i = 0; i < M; i++) weigh_block<1, 1>(p + i * next_i, next_i, next_j, v + d, n, hd, acc + i * hd + d);
+    int i = 0;
+#define BLOCK(R, NV, d) weigh_block<R, NV>(p + i * next_i, next_i, next_j, v + d, n, hd, acc + i * hd + d)
+    const int wide = hd / 32 * 32;
+    for (; i + 4 <= M; i += 4)
+        for (int d = 0; d < wide; d += 16) BLOCK(4, 2, d);
+    for (; i + 2 <= M; i += 2)
+        for (int d = 0; d < wide; d += 32) BLOCK(2, 4, d);
+    for (; i < M; i++)
+        for (int d = 0; d < wide; d += 32) BLOCK(1, 4, d);
+    for (i = 0; i < M; i++)
+        for (int d = wide; d < hd; d += 8) BLOCK(1, 1, d);
+#undef BLOCK
 }
 
 // s[M][n8] = q[M][hd] k[n8][hd]^T, rows of s TILE apart; n8 is a multiple of 8
+template <int R, int COLUMNS> INLINE void score_rows(const float *q, const float *k, int n8, int hd, float *s) {
+    for (int j = 0; j < n8; j += COLUMNS) dots<R, COLUMNS>(q, hd, k + j * hd, hd, hd, s + j, TILE);
+}
 INLINE void scores(int M, const float *q, const float *k, int n8, int hd, float *s) {
     int i = 0;
-    for (; i + 3 <= M; i += 3)
-        for (int j = 0; j < n8; j += 4) dots<3, 4>(q + i * hd, hd, k + j * hd, hd, hd, s + i * TILE + j, TILE);
-    for (; i < M; i++)
-        for (int j = 0; j < n8; j += 8) dots<1, 8>(q + i * hd, hd, k + j * hd, hd, hd, s + i * TILE + j, TILE);
+    for (; M - i == 3 || M - i >= 5; i += 3) score_rows<3, 4>(q + i * hd, k, n8, hd, s + i * TILE);
+    for (; M - i >= 2; i += 2) score_rows<2, 4>(q + i * hd, k, n8, hd, s + i * TILE);
+    for (; i < M; i++) score_rows<1, 8>(q + i * hd, k, n8, hd, s + i * TILE);
 }
 
 // One KV head's tokens [begin, end) seen by its R = group * t query rows q [R, hd]; row r sees tokens below limit(r).

@@ -315,3 +315,28 @@ def test_greedy_draws_nothing_from_the_generator():
 def test_a_setting_that_is_no_number_is_refused(setting):
     with pytest.raises((ValueError, TypeError)):
         check_sampling(**{setting: "warm"})
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("n_kv", SHAPES)
+def test_the_step_that_a_gpu_captures_is_the_step(n_kv, dialect):
+    model, idx = small_model(n_kv, dialect), tokens(2, 12)
+    plain, captured = make_cache(model, 20, 2), make_cache(model, 20, 2)
+    for x in captured.keys + captured.values:
+        x.fill_(torch.nan)  # as fresh memory may
+    with torch.no_grad():
+        model(idx[:, :6], cache=plain), model(idx[:, :6], cache=captured)
+        step = decoding.GraphStep(model, captured)
+        for i, window in zip(range(6, 12), (7, 8, 20, 20, 13, 12), strict=True):
+            step.idx.copy_(idx[:, i : i + 1])
+            step.position.fill_(i)
+            assert (step.run(window) - decoding.next_logits(model, idx[:, i : i + 1], plain)).abs().max() < 1e-4
+        for a, b in zip(captured.keys + captured.values, plain.keys + plain.values, strict=True):
+            assert (a[:, :, :12] - b[:, :, :12]).abs().max() < 1e-5 and (a[:, :, 12:] == 0).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu_captured_steps_write_the_same_text():
+    model, idx = small_writer().cuda(), tokens(2, 5).cuda()
+    cache = make_cache(model, BLOCK, 2)
+    assert torch.equal(text(model, idx, 3 * BLOCK, cache, temperature=0), text(model, idx, 3 * BLOCK, temperature=0))
