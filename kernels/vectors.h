@@ -76,7 +76,7 @@ INLINE void dots(const float *x, long next_x, const T *w, long next_w, int n, fl
 
 INLINE v8 exp8(v8 x) {  // exp of x <= 0, to 2e-7; 2^n e^r with |r| <= ln(2)/2, the polynomial is Cephes' expf
     const v8 lowest = v8{} - 87.0f;
-    x = x > lowest ? x : lowest;
+    x = x < lowest ? lowest : x;  // NaN stays NaN
     v8 n = x * 1.44269504f + 12582912.0f;  // + 1.5 * 2^23 rounds to a whole number, held in the lowest bits
     i8 exponent = (i8)n << 23;
     n -= 12582912.0f;
@@ -108,8 +108,8 @@ template <class T> INLINE void unpack(const T *from, int n, int head_dim, float 
 }
 
 // acc[M][hd] += p[M][n] v[n][hd], where p[i][j] lies at p[i * next_i + j * next_j]; eight vectors of sums in registers
-template <int R, int NV>
-INLINE void weigh_block(const float *p, long next_i, long next_j, const float *v, int n, int hd, float *acc) {
+template <int R, int NV, class T>
+INLINE void weigh_block(const float *p, long next_i, long next_j, const T *v, int n, int hd, float *acc) {
     v8 a[R][NV];
     UNROLL for (int i = 0; i < R; i++) UNROLL for (int d = 0; d < NV; d++) a[i][d] = load(acc + i * hd + 8 * d);
     for (int j = 0; j < n; j++)
@@ -119,7 +119,8 @@ INLINE void weigh_block(const float *p, long next_i, long next_j, const float *v
         }
     UNROLL for (int i = 0; i < R; i++) UNROLL for (int d = 0; d < NV; d++) store(acc + i * hd + 8 * d, a[i][d]);
 }
-INLINE void weigh(int M, const float *p, long next_i, long next_j, const float *v, int n, int hd, float *acc) {
+template <class T>
+INLINE void weigh(int M, const float *p, long next_i, long next_j, const T *v, int n, int hd, float *acc) {
     int i = 0;
 #define BLOCK(R, NV, d) weigh_block<R, NV>(p + i * next_i, next_i, next_j, v + d, n, hd, acc + i * hd + d)
     const int wide = hd / 32 * 32;
@@ -135,10 +136,10 @@ INLINE void weigh(int M, const float *p, long next_i, long next_j, const float *
 }
 
 // s[M][n8] = q[M][hd] k[n8][hd]^T, rows of s TILE apart; n8 is a multiple of 8
-template <int R, int COLUMNS> INLINE void score_rows(const float *q, const float *k, int n8, int hd, float *s) {
+template <int R, int COLUMNS, class T> INLINE void score_rows(const float *q, const T *k, int n8, int hd, float *s) {
     for (int j = 0; j < n8; j += COLUMNS) dots<R, COLUMNS>(q, hd, k + j * hd, hd, hd, s + j, TILE);
 }
-INLINE void scores(int M, const float *q, const float *k, int n8, int hd, float *s) {
+template <class T> INLINE void scores(int M, const float *q, const T *k, int n8, int hd, float *s) {
     int i = 0;
     for (; M - i == 3 || M - i >= 5; i += 3) score_rows<3, 4>(q + i * hd, k, n8, hd, s + i * TILE);
     for (; M - i >= 2; i += 2) score_rows<2, 4>(q + i * hd, k, n8, hd, s + i * TILE);
@@ -156,13 +157,16 @@ static void attend_part(const float *q, int R, int t, int hd, const T *keys, con
     for (int start = begin; start < end; start += TILE) {
         const int n = end - start < TILE ? end - start : TILE, n8 = (n + 7) / 8 * 8;
         const T *from_k = keys + (long)start * head_dim, *from_v = values + (long)start * head_dim;
-        const float *k = (const float *)from_k, *v = (const float *)from_v;
-        if (sizeof(T) != 4 || head_dim != hd || n != n8) {  // to float32, padded with zeros to whole vectors
+        // Whole vectors are read where they lie. Others are padded with zeros first; and what is no float32 is made so, where
+        // more than two rows would each do it anew.
+        const bool in_place = head_dim == hd && n == n8 && (sizeof(T) == 4 || R <= 2);
+        if (in_place) {
+            scores(R, q, from_k, n8, hd, p);
+        } else {
             unpack(from_k, n, head_dim, kbuf, n8, hd);
             unpack(from_v, n, head_dim, vbuf, n8, hd);
-            k = kbuf, v = vbuf;
+            scores(R, q, kbuf, n8, hd, p);
         }
-        scores(R, q, k, n8, hd, p);
         for (int r = 0; r < R; r++) {
             float *s = p + r * TILE;
             int seen = total - t + 1 + r % t - start;  // tokens of this tile that row r may see
@@ -184,6 +188,7 @@ static void attend_part(const float *q, int R, int t, int hd, const T *keys, con
             l[r] = l[r] * shrink + sum(weights);
             for (int d = 0; d < hd; d += 8) store(acc + r * hd + d, load(acc + r * hd + d) * shrink);
         }
-        weigh(R, p, TILE, 1, v, n, hd, acc);
+        if (in_place) weigh(R, p, TILE, 1, from_v, n, hd, acc);
+        else weigh(R, p, TILE, 1, vbuf, n, hd, acc);
     }
 }

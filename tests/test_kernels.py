@@ -78,6 +78,18 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(n_kv):
     assert (y - attend(q, k, v, past=199)).abs().max() < 1e-5
 
 
+@compiled
+def test_a_key_that_is_no_number_is_not_hidden():
+    k, v = random(1, 2, 40, 8), random(1, 2, 40, 8, seed=1)
+    k[0, 1, 7, 3] = torch.nan
+    keys, values = torch.empty(2, 1, 2, 40, 8)
+    keys[:, :, :39], values[:, :, :39] = k[:, :, :39], v[:, :, :39]
+    y = kernels.attend(random(1, 8, 1, 8), k[:, :, 39:], v[:, :, 39:], keys, values, 39)
+    assert y[0, :4].isfinite().all() and y[0, 4:].isnan().all()
+    y = kernels.causal_attention(random(1, 8, 40, 8), k, v)
+    assert y[0, :4].isfinite().all() and y[0, 4:, :7].isfinite().all() and y[0, 4:, 7:].isnan().all()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the whole step
 
