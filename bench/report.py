@@ -20,6 +20,7 @@ from analysis.tables import as_markdown, as_text, heads, write_readme
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "results" / "figures"
 OURS = "nanoGQA"
+ORDER = [OURS, "nanoGQA, PyTorch only", "Hugging Face, dynamic cache", "Hugging Face, static cache", "vLLM", "llama.cpp"]
 
 
 def pick(table, **values):
@@ -27,6 +28,11 @@ def pick(table, **values):
     for column, value in values.items():
         table = table[table[column] == value]
     return table
+
+
+def ordered(peers):
+    """Each peer once: ours, then the others as bench.py asks them."""
+    return sorted(set(peers), key=lambda peer: (ORDER.index(peer) if peer in ORDER else len(ORDER), peer))
 
 
 def slope(x, y):
@@ -63,7 +69,7 @@ def roofline(table):
 def peers(table, context=2000):
     rows = pick(table, kind="decode", dialect="llama", dtype="float32", context=context).dropna(subset=["tokens_per_s"])
     batches, kv = sorted(rows.batch.unique()), sorted(rows.n_kv.unique(), reverse=True)
-    order = list(dict.fromkeys(rows.peer))
+    order = ordered(rows.peer)
     fig, axes = plt.subplots(1, len(batches), figsize=(WIDTH, 1.6 + 0.55 * len(order)), sharey=True, squeeze=False)
     for ax, batch in zip(axes[0], batches, strict=True):
         for i, n_kv in enumerate(kv):
@@ -76,7 +82,7 @@ def peers(table, context=2000):
         ax.grid(False, axis="y")
         ax.locator_params(axis="x", nbins=4)
     axes[0][0].invert_yaxis()
-    axes[0][-1].legend(loc="lower right")
+    fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(kv))
     fig.suptitle(f"The same Llama-shaped model with {context:,} tokens held, float32")
     save(fig, "peers")
 
@@ -116,7 +122,7 @@ def peer_table(table, context, dtype):
     rows = pick(table, kind="decode", dialect="llama", dtype=dtype, context=context)
     batches, kv = sorted({rows.batch.min(), rows.batch.max()}), sorted(rows.n_kv.unique(), reverse=True)
     lines = [["", *(f"batch {b}, {heads(n, 8)}" for b in batches for n in kv)]]
-    for peer in dict.fromkeys(rows.peer):
+    for peer in ordered(rows.peer):
         line = [peer]
         for batch in batches:
             for n_kv in kv:
@@ -134,13 +140,21 @@ def dial_table(table):
     """Ours: MHA's tokens/s and share of the bandwidth, and what fewer heads gain, by dtype, batch and context."""
     rows = pick(table, kind="decode", dialect="llama", peer=OURS).dropna(subset=["tokens_per_s"])
     kv = sorted((n for n in rows.n_kv.unique() if n != 8), reverse=True)
-    lines = [["dtype", "batch", "context", "MHA, tokens/s", "of the bandwidth", *(f"{heads(n, 8)} / MHA" for n in kv)]]
+    lines = [["dtype", "batch", "context", "MHA, tokens/s", "bandwidth, GB/s", "of it", *(f"{heads(n, 8)} / MHA" for n in kv)]]
     for (dtype, batch, context), case in rows.groupby(["dtype", "batch", "context"], sort=False):
         by = case.set_index("n_kv")
         if 8 in by.index:
             gains = [f"{by.tokens_per_s.get(n, np.nan) / by.tokens_per_s[8]:.2f}x" for n in kv]
             lines.append(
-                [dtype, f"{batch}", f"{context:,}", f"{by.tokens_per_s[8]:,.0f}", f"{by.bandwidth_share[8]:.0%}", *gains]
+                [
+                    dtype,
+                    f"{batch}",
+                    f"{context:,}",
+                    f"{by.tokens_per_s[8]:,.0f}",
+                    f"{by.bandwidth_gb_s[8]:.0f}",
+                    f"{by.bandwidth_share[8]:.0%}",
+                    *gains,
+                ]
             )
     return lines
 
