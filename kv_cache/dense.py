@@ -6,26 +6,10 @@ over everything held; `length`, `truncate`, `reset`, `nbytes`, `capacity_nbytes`
 knows nothing else about it.
 """
 
-import ctypes
-import sys
-
 import torch
 from torch.nn import functional as F
 
 import kernels
-
-
-def huge_pages(x):
-    """
-    Ask Linux to back a fresh tensor with pages of 2 MB, and return it. Reading a cache of 4 KB pages from end to end, a CPU
-    loses about a fifth of its bandwidth to looking the pages up. Elsewhere, and for what is smaller, nothing happens.
-    """
-    if x.device.type == "cpu" and sys.platform == "linux":
-        page, start, size = 2 << 20, x.data_ptr(), x.untyped_storage().nbytes()
-        first = -(-start // page) * page
-        if size > 2 * page:
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(start + size - first), 14)  # MADV_HUGEPAGE
-    return x
 
 
 class DenseCache:
@@ -38,8 +22,8 @@ class DenseCache:
         if not dtype.is_floating_point or dtype.itemsize < 2:
             raise ValueError(f"dtype={dtype} cannot be attended over: float32, bfloat16 or float16")
         shape = (batch, n_kv, capacity, head_dim)
-        self.keys = [huge_pages(torch.empty(shape, dtype=dtype, device=device)) for _ in range(n_layer)]
-        self.values = [huge_pages(torch.empty(shape, dtype=dtype, device=device)) for _ in range(n_layer)]
+        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(n_layer)]
+        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(n_layer)]
         self.capacity = capacity
         self.length = 0  # tokens held; advances when the last layer has appended
         self.position = None  # set by decoding.GraphStep: where the new token goes, as a tensor [1]; and in `window` up to
