@@ -256,7 +256,8 @@ def train(model, data, cfg, config, folder, *, device, wandb, job_type, first_ba
         optimizer.load_state_dict(last["optimizer"])
         iteration, elapsed = last["iteration"], last["elapsed_s"]
         val_loss, best, dtype = last["val_loss"], last["best_val_loss"], last["dtype"]  # auto is answered once a run
-        attention, attention_why = last["attention"], "as before"
+        # checkpoints of before there was a choice do not name it
+        attention, attention_why = last.get("attention", next(iter(ATTENTION))), "as before"
     elif cfg.compile:
         attention, attention_why = next(iter(ATTENTION)), "torch.compile knows it"
     else:

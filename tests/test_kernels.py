@@ -310,7 +310,8 @@ def test_both_attentions_train_the_same_curve(call, cwd, monkeypatch):
 
 
 @compiled
-def test_a_resumed_run_keeps_the_attention_it_began_with(call, cwd, monkeypatch):
+@pytest.mark.parametrize("named", [True, False])
+def test_a_resumed_run_keeps_the_attention_it_began_with(call, cwd, monkeypatch, named):
     kernel = list(training.ATTENTION)[1]
     monkeypatch.setattr(training, "pick_attention", lambda *args: (kernel, "as told"))
     monkeypatch.setattr(training, "get_batch", lambda *args: 1 / 0 if args[4] == 5 else get_batch(*args))
@@ -318,5 +319,8 @@ def test_a_resumed_run_keeps_the_attention_it_began_with(call, cwd, monkeypatch)
         call("train", *TINY)
     monkeypatch.setattr(training, "get_batch", get_batch)
     monkeypatch.setattr(training, "pick_attention", lambda *args: pytest.fail("asked again"))
+    if not named:  # a checkpoint of before there was a choice
+        path = cwd / "runs/t/kv8-s1/last.pt"
+        torch.save({key: value for key, value in torch.load(path).items() if key != "attention"}, path)
     code, out, _ = call("train", *TINY)
-    assert code == 0 and f"attention by {kernel} (as before)" in out
+    assert code == 0 and f"attention by {kernel if named else next(iter(training.ATTENTION))} (as before)" in out
