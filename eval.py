@@ -67,8 +67,9 @@ def cache_bytes(model, cache):
 @torch.no_grad()
 def decode_speed(config, batch, prompt, tokens, dtype, device):
     """
-    Time, with weights and cache in `dtype`, `tokens` greedy tokens after a prompt of `prompt` tokens, `batch` sequences at once. Returns a plain dict:
-    seconds of the prefill (first token included) and of each later step, and the cache's bytes as it fills and at the end.
+    Time `tokens` greedy tokens after a prompt of `prompt` tokens, `batch` sequences at once, weights and cache in `dtype`.
+    Returns a plain dict: seconds of the prefill (first token included) and of each later step, and the cache's bytes as it
+    fills and at the end.
     """
     model = GPT(replace(config, block_size=prompt + tokens), seed=0).to(device, dtype).eval()
     idx = torch.randint(config.vocab_size, (batch, prompt), generator=rng(0, "speed")).to(device)

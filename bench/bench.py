@@ -99,8 +99,8 @@ def quantile(values, q):
 
 
 class Bench:
-    def __init__(self, cfg, device, out):
-        self.cfg, self.device, self.out = cfg, device, out
+    def __init__(self, device, out):
+        self.device, self.out = device, out
         self.rows = pd.read_csv(out).to_dict("records") if out.exists() else []
         made_by = provenance()
         self.about = {"threads": torch.get_num_threads(), "commit": commit(made_by), "machine": made_by["machine"]}
@@ -244,7 +244,7 @@ class Settings:
 def main(cfg):
     device = set_up_device(cfg.device, cfg.threads)
     gpu = device.type == "cuda"
-    bench = Bench(cfg, device, Path(cfg.out or ROOT / "results" / ("bench_gpu.csv" if gpu else "bench.csv")))
+    bench = Bench(device, Path(cfg.out or ROOT / "results" / ("bench_gpu.csv" if gpu else "bench.csv")))
     todo = list(cases(cfg))
     if gpu:  # the peers here that run on one
         todo = [

@@ -10,7 +10,6 @@ attention not counted): no step whose products go through this library can be fa
 """
 
 import math
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -72,7 +71,7 @@ def measure(q):
         optimizer.zero_grad(set_to_none=True)
         seconds.append(time.perf_counter() - start)
     products = floor(model, q["batch"] * q["context"], getattr(torch, q["dtype"])) if q.get("floor") else None
-    return {"steps_s": seconds[2:], "floor_s": products, "attention": attention, "loss": statistics.fmean([loss.item()])}
+    return {"steps_s": seconds[2:], "floor_s": products, "attention": attention}
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def bench(tmp_path, monkeypatch):
     def make(**peers):
         processes = {name: fake(tmp_path, name, body) for name, body in peers.items()}
         made.extend(processes.values())
-        return controller.Bench(None, torch.device("cpu"), tmp_path / "bench.csv"), processes
+        return controller.Bench(torch.device("cpu"), tmp_path / "bench.csv"), processes
 
     yield make
     for peer in made:
@@ -93,7 +93,7 @@ def test_measuring_again_replaces_the_rows_of_that_case_only(bench, tmp_path):
     run, peers = bench(ours=STEADY)
     run.measure("decode", peers, CASE, rounds=1, limit_s=60)
     run.measure("decode", peers, {**CASE, "n_kv": 8}, rounds=1, limit_s=60)
-    again = controller.Bench(None, torch.device("cpu"), tmp_path / "bench.csv")
+    again = controller.Bench(torch.device("cpu"), tmp_path / "bench.csv")
     again.measure("decode", peers, CASE, rounds=1, limit_s=60)
     table = pd.read_csv(tmp_path / "bench.csv")
     assert sorted(table.n_kv) == [2, 8]
@@ -101,7 +101,7 @@ def test_measuring_again_replaces_the_rows_of_that_case_only(bench, tmp_path):
 
 def test_our_own_workers_answer(tmp_path, monkeypatch):
     monkeypatch.setattr(controller, "read_bandwidth", lambda device: 1e9)
-    run = controller.Bench(None, torch.device("cpu"), tmp_path / "bench.csv")
+    run = controller.Bench(torch.device("cpu"), tmp_path / "bench.csv")
     small = {**CASE, "context": 40}
     decoders = {name: controller.Peer(controller.PEERS[name]) for name in ("ours", "pytorch")}
     trainers = {name: controller.Peer(controller.TRAINERS[name]) for name in ("ours", "plain")}
