@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent
 CONFIGS = ROOT / "configs"
 
 
-TEXTS = ("ckpt", "source", "data.source", "prompt")  # keys whose values are any text: paths, prompts
+TEXTS = ("ckpt", "source", "data.source", "prompt", "shape.name", "draft")  # keys whose values are any text: paths, prompts
 
 
 class InputError(ValueError):
@@ -139,6 +139,8 @@ def script(config_name, settings):
                     fail(f"{a}: keys cannot be added or removed, only set as key=value (--help lists them)")
                 if a.startswith("-") and a not in ("-m", "--multirun", "--cfg", "--resolve", "--info"):
                     fail(f"{a} is no option: set keys as key=value, several values with -m (--help lists them)")
+            # to Hydra a folder of configs/ is a group of choices, but a shape may be a path too
+            arguments = sys.argv[1:] = [re.sub(r"^shape=", "shape.name=", a) for a in arguments]
             if not multirun:  # in a multirun the comma of ckpt=a.pt,b.pt separates
                 sys.argv[1:] = [quoted(a) for a in arguments]
 

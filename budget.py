@@ -1,0 +1,284 @@
+"""
+The arithmetic before any training: what the KV cache of a model takes, what fits beside its weights, what a step costs.
+
+    python budget.py shape=llama3-8b context=8192 batch=1 kv_dtype=fp16 memory=24GiB bandwidth=1000GB/s tp=1
+    python budget.py shape=llama2-70b n_kv=64 memory=80GiB tp=8         were it MHA, over eight devices
+    python budget.py shape=llama3-8b draft=smollm2-135m format=json     a draft's cache beside it; the numbers as JSON
+    python budget.py shape=path/to/config.json                          any Hugging Face config, or a folder with one
+    python budget.py ckpt=mha.pt memory=1GiB bandwidth=30GB/s           a checkpoint of train.py or uptrain.py
+    python budget.py budget=robot shape=openvla-7b robot.history=4           does a robot policy meet its control rate?
+
+Prints bytes a token and for the context; MHA, GQA and MQA side by side; the tokens and conversations that fit beside the
+weights; whether weights or cache weigh more, and from where on; the decode floor; precisions with scales, zero points and
+windows counted; tensor parallel. Nothing is measured here: floors are what the memory allows, no more. `make calculator`
+makes a page of the same functions.
+"""
+
+import json
+import re
+from dataclasses import asdict, dataclass
+
+from arithmetic import BITS, budget, divisors, readable, readable_seconds, resized, robot, shards
+from cli import InputError, nearest, script
+from kv_cache.accounting import heads_per_device
+from shapes import Shape, checkpoint_shape, find_shape
+
+UNITS = {  # the last of each is the usual one
+    "memory": {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "TiB": 2**40, "GiB": 2**30},
+    "bandwidth": {"B/s": 1, "MB/s": 1e6, "TB/s": 1e12, "MiB/s": 2**20, "GiB/s": 2**30, "TiB/s": 2**40, "GB/s": 1e9},
+    "compute": {"GFLOP/s": 1e9, "PFLOP/s": 1e15, "TFLOP/s": 1e12},
+    "rate": {"kHz": 1e3, "Hz": 1},
+}
+
+
+@dataclass(frozen=True)
+class Robot:
+    cameras: int
+    image_tokens: int
+    prompt_tokens: int
+    action_tokens: int
+    history: int
+    rate: str | int | float
+
+    def __post_init__(self):
+        for key in ("cameras", "image_tokens", "prompt_tokens", "action_tokens", "history"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"robot.{key}={getattr(self, key)} is not allowed: a whole number of at least 1")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    name: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """configs/budget.yaml, where each key has its reason."""
+
+    shape: Chosen
+    ckpt: str | None
+    n_layer: int | None
+    n_kv: int | None
+    head_dim: int | None
+    context: int | None
+    batch: int
+    kv_dtype: str
+    group: int
+    residual: int
+    weight_dtype: str
+    memory: str | int | float  # a number without its unit is refused where the units are known
+    bandwidth: str | int | float
+    compute: str | int | float
+    tp: int
+    draft: str | None
+    budget: str
+    robot: Robot
+    format: str
+
+    def __post_init__(self):
+        for key in ("n_layer", "n_kv", "head_dim", "context", "batch", "group", "tp"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
+                raise ValueError(f"{key}={getattr(self, key)} is not allowed: a whole number of at least 1")
+        if self.residual < 0:
+            raise ValueError(f"residual={self.residual} is not allowed: a whole number of at least 0")
+        allowed = {"kv_dtype": BITS, "weight_dtype": ("fp32", "fp16", "bf16", "fp8"), "budget": ("chat", "robot"),
+                   "format": ("table", "json")}  # fmt: skip
+        for key, values in allowed.items():
+            if getattr(self, key) not in values:
+                value = getattr(self, key)
+                raise ValueError(f"{key}={value} is not allowed{nearest(value, values)} (it takes {', '.join(values)})")
+
+
+def quantity(key, value):
+    """'24GiB' as bytes, '5Hz' as steps a second, and so on. InputError naming the key, the units and the nearest one."""
+    units = UNITS[key.split(".")[-1]]
+    match = re.fullmatch(r"\s*(\d+\.?\d*(?:e[+-]?\d+)?)\s*([A-Za-z/]*)\s*", str(value))
+    if match and match[2] not in units:
+        what = f"unknown unit {match[2]}{nearest(match[2], units)}" if match[2] else "the unit is missing"
+        raise InputError(f"{key}={value}: {what} (units: {', '.join(units)})")
+    number = float(match[1]) * units[match[2]] if match else 0
+    if not 0 < number < float("inf"):
+        raise InputError(f"{key}={value} is not allowed: a positive number and a unit, such as {key}=24{list(units)[-1]}")
+    return int(number) if key == "memory" else number
+
+
+def setting(cfg):
+    """(shape, s) of the script's settings: what to count, as plain dicts. InputError for what cannot be."""
+    shape = checkpoint_shape(cfg.ckpt) if cfg.ckpt else find_shape("shape", cfg.shape.name)
+    dials = {key: getattr(cfg, key) for key in ("n_layer", "n_kv", "head_dim")}
+    for key, value in dials.items():
+        if value is not None and shape["latent"]:
+            raise InputError(f"{key}={value}: {shape['name']} keeps a latent vector for all heads, it has no such dial")
+    try:
+        shape = asdict(Shape(**resized(shape, *(shape[key] if value is None else value for key, value in dials.items()))))
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    s = {key: getattr(cfg, key) for key in ("batch", "kv_dtype", "group", "residual", "weight_dtype", "tp")}
+    s["context"] = cfg.context or shape["context"]
+    s |= {key: quantity(key, getattr(cfg, key)) for key in ("memory", "bandwidth", "compute")}
+    s["draft"] = find_shape("draft", cfg.draft) if cfg.draft else None
+    for model in filter(None, (shape, s["draft"])):
+        if not shards(model["n_head"], model["n_kv"], cfg.tp):
+            fine = [tp for tp in divisors(model["n_head"]) if shards(model["n_head"], model["n_kv"], tp)]
+            raise InputError(
+                f"tp={cfg.tp} cannot share the {model['n_head']} query and {model['n_kv']} KV heads of {model['name']}: tp can be {fine}"
+            )
+        if model["latent"] and cfg.kv_dtype.startswith("int"):
+            raise InputError(f"kv_dtype={cfg.kv_dtype}: the latent cache of {model['name']} can be fp32, fp16, bf16 or fp8")
+    return shape, s
+
+
+def count(n, none):
+    return none if n is None else f"{n:,}"
+
+
+def columns(title, rows, align):
+    """Print rows of text in aligned columns; align holds < or > for each column."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(align))]
+    print(f"\n{title}")
+    for row in rows:
+        print("  " + "   ".join(f"{cell:{side}{w}}" for cell, side, w in zip(row, align, widths, strict=True)).rstrip())
+
+
+def heads_name(shape, n_kv):
+    if shape["latent"]:
+        return "latent"
+    return "MHA" if n_kv == shape["n_head"] else "MQA" if n_kv == 1 else f"GQA-{n_kv}"
+
+
+def print_budget(shape, s, b):
+    own, tokens = b["own"], f"{s['context']:,} tokens"
+    sequences = "one sequence" if s["batch"] == 1 else f"{s['batch']:,} sequences"
+    heads = (
+        f"a latent vector of {shape['latent']} numbers"
+        if shape["latent"]
+        else f"{shape['n_kv']} KV heads of {shape['head_dim']}"
+    )
+    print(f"{shape['name']}: {shape['n_layer']} layers, {shape['n_head']} query heads, {heads}, {shape['params']:,} weights")
+    if shape["windowed"]:
+        print(f"{shape['windowed']} of its layers hold no more than the newest {shape['window']:,} tokens")
+    if s["context"] > shape["context"]:
+        print(f"note: {tokens} are more than the {shape['context']:,} it was made for")
+    if s["tp"] > 1:
+        print(f"on each of {s['tp']} devices: {heads_per_device(shape['n_kv'], s['tp'])} KV heads" if not shape["latent"] else
+              f"on each of {s['tp']} devices: the whole latent cache")  # fmt: skip
+    if own["free_bytes"] < 0:
+        left, fits = "nothing", f"the weights alone need {readable(-own['free_bytes'])} more"
+    else:
+        left = readable(own["free_bytes"])
+        fits = f"fits {count(own['tokens_fit'], 'any number of')} tokens, or {own['conversations_fit']:,} conversations of {tokens}"
+    longer = count(own["crossover_tokens"], "no number of") + " tokens on"
+    wider = (
+        "one sequence on" if own["crossover_batch"] == 1 else count(own["crossover_batch"], "no number of") + " sequences on"
+    )
+    rows = [
+        ("one more token", readable(own["bytes_per_token"]), f"{s['kv_dtype']}, one sequence"),
+        (f"{tokens}, {sequences}", readable(own["cache_bytes"]), f"{own['cache_bytes']:,} bytes"),
+        (
+            "weights",
+            readable(own["weight_bytes"]),
+            f"{s['weight_dtype']}; a step reads {readable(own['weight_bytes_read'])} of them",
+        ),
+    ]
+    if b["draft"]:
+        d = b["draft"]
+        rows += [
+            (f"draft {s['draft']['name']}, cache", readable(d["cache_bytes"]), f"a step of it takes at least {readable_seconds(d['floor_seconds'])}"),
+            ("its weights", readable(d["weight_bytes"]), s["weight_dtype"]),
+        ]  # fmt: skip
+    rows += [
+        (f"left of {readable(s['memory'])}", left, fits),
+        ("a step reads more of", own["larger"], f"of the cache from {longer} with {sequences}; from {wider} with {tokens}"),
+        ("decode floor", readable_seconds(own["floor_seconds"]), f"a step of {sequences}: at most {own['tokens_per_second']:,.1f} tokens/s at {s['bandwidth'] / 1e9:,.0f} GB/s"),
+    ]  # fmt: skip
+    columns("KV cache, weights, speed", rows, "<><")
+
+    rows = [
+        (
+            "",
+            "KV heads",
+            "a token more",
+            "cache",
+            "weights",
+            "tokens fit",
+            "conversations",
+            "cache leads from",
+            "floor",
+            "tokens/s",
+        )
+    ]
+    for row in b["heads"]:
+        rows.append((
+            heads_name(shape, row["n_kv"]) + (" *" if row["n_kv"] == shape["n_kv"] else ""), str(row["n_kv"]),
+            readable(row["bytes_per_token"]), readable(row["cache_bytes"]), readable(row["weight_bytes"]),
+            count(row["tokens_fit"], "no limit"), f"{row['conversations_fit']:,}", count(row["crossover_tokens"], "nowhere"),
+            readable_seconds(row["floor_seconds"]), f"{row['tokens_per_second']:,.1f}",
+        ))  # fmt: skip
+    columns(f"The dial, at {tokens} and {sequences} (* as asked for)", rows, "<>>>>>>>>>")
+
+    rows = [("", "cache", "bits a value", "of which")]
+    for row in b["precision"]:
+        parts = ", ".join(f"{name} {readable(n)}" for name, n in row["parts"].items()) if len(row["parts"]) > 2 else ""
+        rows.append((row["kv_dtype"], readable(row["cache_bytes"]), f"{row['bits_per_value']:.2f}", parts))
+    columns(
+        f"Precision, every stored byte counted (intN: groups of {s['group']}, newest {s['residual']} tokens in 16 bits)",
+        rows,
+        "<>><",
+    )
+
+    tps = sorted({d["tp"] for row in b["parallel"] for d in row["devices"]})
+    rows = [("devices", *map(str, tps))]
+    for row in b["parallel"]:
+        at = {d["tp"]: d for d in row["devices"]}
+        cells = [f"{readable(at[tp]['each'])} / {readable(at[tp]['total'])}" if tp in at else "–" for tp in tps]
+        rows.append((heads_name(shape, row["n_kv"]), *cells))
+    columns("Tensor parallel: cache on each device / on all", rows, "<" + ">" * len(tps))
+    for tp in tps:
+        each = {heads_name(shape, row["n_kv"]): d["each"] for row in b["parallel"] for d in row["devices"] if d["tp"] == tp}
+        if tp > 1 and len(each) > 2 and list(each.values())[-1] == list(each.values())[-2]:
+            grouped = list(each)[-2]
+            print(
+                f"  On {tp} devices MQA saves nothing over {grouped}: each holds one head, {readable(each['MQA'])}, either way."
+            )
+            break
+
+
+def print_robot(s, r, b):
+    period = readable_seconds(b["period_seconds"])
+
+    def verdict(t, longest):
+        fits = "no history does" if longest == 0 else f"up to {count(longest, 'any number of')} control steps do"
+        return f"{'meets' if t <= b['period_seconds'] else 'misses'} the {period} of a control step; {fits}"
+
+    rows = [
+        ("a control step", f"{b['tokens_per_step']:,} tokens", f"{r['cameras']} x {r['image_tokens']} of images, {r['action_tokens']} of the action"),
+        (f"{r['history']} in the context", f"{b['context']:,} tokens", f"cache {readable(b['cache_bytes'])}; " + (
+            f"memory for {count(b['history_fits'], 'any number of')} control steps" if b["fits"] else "does not fit beside the weights")),
+        ("all read anew", readable_seconds(b["seconds"]), verdict(b["seconds"], b["history_meets"])),
+        ("prefix reused", readable_seconds(b["seconds_reused"]), verdict(b["seconds_reused"], b["history_meets_reused"])),
+    ]  # fmt: skip
+    columns(
+        f"Robot, batch 1: at least this much time at {s['bandwidth'] / 1e9:,.0f} GB/s and {s['compute'] / 1e12:,.0f} TFLOP/s",
+        rows,
+        "<><",
+    )
+    print("  The language model alone: a vision tower's own time comes on top.")
+
+
+@script("budget", Settings)
+def main(cfg):
+    shape, s = setting(cfg)
+    numbers = budget(shape, s)
+    r = asdict(cfg.robot) | {"rate": quantity("robot.rate", cfg.robot.rate)} if cfg.budget == "robot" else None
+    if r:
+        numbers["robot"] = robot(shape, s, r)
+    if cfg.format == "json":
+        print(json.dumps({"shape": shape, "setting": s | ({"robot": r} if r else {}), **numbers}, indent=2))
+        return
+    print_budget(shape, s, numbers)
+    if r:
+        print_robot(s, r, numbers["robot"])
+
+
+if __name__ == "__main__":
+    main()
