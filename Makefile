@@ -13,7 +13,7 @@ PARENTS = $(subst $(comma),/last.pt$(comma)runs/$(PRESET)/kv8-s,runs/$(PRESET)/k
 export PYTHONUNBUFFERED = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data sweep train uptrain eval bench analysis dashboard sync test test-slow lint clean
+.PHONY: help setup data sweep train uptrain eval bench analysis calculator dashboard sync test test-slow lint clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -70,6 +70,9 @@ bench: .venv/.bench .venv-vllm/.ready  ## training and decoding beside peers and
 analysis: $(READY)  ## tables and notebooks from the runs of PRESET
 	$(PY) analysis/notebooks.py sweep=$(PRESET)
 	$(PY) analysis/tables.py sweep=$(PRESET)
+
+calculator: $(READY)  ## the budget as a page to play with: calculator.html, one file, no network needed
+	$(PY) calculator/build.py
 
 dashboard: $(READY)  ## the W&B runs in the terminal (wandb leet); no account needed
 	$(PY) analysis/dashboard.py

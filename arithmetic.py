@@ -135,6 +135,7 @@ def costs(shape, s):
     return {
         "n_kv": shape["n_kv"],
         "bytes_per_token": (cache_nbytes(shape, s, context + group, 1) - cache_nbytes(shape, s, context, 1)) / group,
+        "conversation_bytes": cache_nbytes(shape, s, context, 1),
         "cache_bytes": cache,
         "cache_bytes_all_devices": cache * tp,
         "weight_bytes": weights,

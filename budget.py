@@ -6,7 +6,7 @@ The arithmetic before any training: what the KV cache of a model takes, what fit
     python budget.py shape=llama3-8b draft=smollm2-135m format=json     a draft's cache beside it; the numbers as JSON
     python budget.py shape=path/to/config.json                          any Hugging Face config, or a folder with one
     python budget.py ckpt=mha.pt memory=1GiB bandwidth=30GB/s           a checkpoint of train.py or uptrain.py
-    python budget.py budget=robot shape=openvla-7b robot.history=4           does a robot policy meet its control rate?
+    python budget.py budget=robot shape=openvla-7b robot.history=4      does a robot policy meet its control rate?
 
 Prints bytes a token and for the context; MHA, GQA and MQA side by side; the tokens and conversations that fit beside the
 weights; whether weights or cache weigh more, and from where on; the decode floor; precisions with scales, zero points and
@@ -167,10 +167,7 @@ def print_budget(shape, s, b):
     else:
         left = readable(own["free_bytes"])
         fits = f"fits {count(own['tokens_fit'], 'any number of')} tokens, or {own['conversations_fit']:,} conversations of {tokens}"
-    longer = count(own["crossover_tokens"], "no number of") + " tokens on"
-    wider = (
-        "one sequence on" if own["crossover_batch"] == 1 else count(own["crossover_batch"], "no number of") + " sequences on"
-    )
+    longer, wider = (count(own[f"crossover_{what}"], "no number of") for what in ("tokens", "batch"))
     rows = [
         ("one more token", readable(own["bytes_per_token"]), f"{s['kv_dtype']}, one sequence"),
         (f"{tokens}, {sequences}", readable(own["cache_bytes"]), f"{own['cache_bytes']:,} bytes"),
@@ -188,8 +185,8 @@ def print_budget(shape, s, b):
         ]  # fmt: skip
     rows += [
         (f"left of {readable(s['memory'])}", left, fits),
-        ("a step reads more of", own["larger"], f"of the cache from {longer} with {sequences}; from {wider} with {tokens}"),
-        ("decode floor", readable_seconds(own["floor_seconds"]), f"a step of {sequences}: at most {own['tokens_per_second']:,.1f} tokens/s at {s['bandwidth'] / 1e9:,.0f} GB/s"),
+        ("a step reads more of", own["larger"], f"the cache leads from {longer} tokens a sequence, or from {wider} sequences, on"),
+        ("decode floor", readable_seconds(own["floor_seconds"]), f"a step at {s['bandwidth'] / 1e9:,.0f} GB/s: at most {own['tokens_per_second']:,.1f} tokens/s"),
     ]  # fmt: skip
     columns("KV cache, weights, speed", rows, "<><")
 
