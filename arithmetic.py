@@ -106,12 +106,17 @@ def floor_seconds(weight_bytes, cache_bytes, bandwidth):
     return (weight_bytes + cache_bytes) / bandwidth
 
 
-def last_peak(tokens, group, residual):
+def peak(bytes_at, tokens, windows, s):
     """
-    Up to `tokens` tokens, the length at which a KIVI cache took most: just before the last group was packed, if any was.
+    The most that a conversation's cache took on its way to `tokens` tokens. Packing a group makes a KIVI cache smaller, so
+    that may have been just before the last group was packed, also that of a layer whose window (of `windows`) is full.
     """
-    packed = kivi_packed(tokens, group, residual)
-    return packed + residual - 1 if packed else tokens
+    most_bytes = bytes_at(tokens)
+    for window in [tokens] + windows:
+        packed = kivi_packed(min(tokens, window), s["group"], s["residual"])
+        if packed:
+            most_bytes = max(most_bytes, bytes_at(packed + s["residual"] - 1))
+    return most_bytes
 
 
 def costs(shape, s):
@@ -124,9 +129,7 @@ def costs(shape, s):
     def held(tokens):
         return cache_nbytes(shape, s, tokens, 1) + (cache_nbytes(draft, s, tokens, 1) if draft else 0)
 
-    def peak(bytes_at, tokens):  # packing makes a cache smaller: on the way to `tokens` tokens it may have been larger
-        return max(bytes_at(tokens), bytes_at(last_peak(tokens, s["group"], s["residual"])))
-
+    windows = [model["window"] for model in (shape, draft) if model and model["window"]]
     read = read_params(shape, tp, batch) * itemsize
     cache = cache_nbytes(shape, s, context, batch)
     floor = floor_seconds(read, cache, s["bandwidth"])
@@ -141,10 +144,10 @@ def costs(shape, s):
         "weight_bytes": weights,
         "weight_bytes_read": read,
         "free_bytes": free,
-        "tokens_fit": most(lambda n: peak(held, n) <= free),
-        "conversations_fit": max(0, free) // peak(held, context),
+        "tokens_fit": most(lambda n: peak(held, n, windows, s) <= free),
+        "conversations_fit": max(0, free) // peak(held, context, windows, s),
         "larger": "cache" if cache > read else "weights",
-        "crossover_tokens": smallest(lambda n: peak(lambda t: cache_nbytes(shape, s, t, batch), n) > read),
+        "crossover_tokens": smallest(lambda n: peak(lambda t: cache_nbytes(shape, s, t, batch), n, windows, s) > read),
         "crossover_batch": smallest(lambda n: cache_nbytes(shape, s, context, n) > read_params(shape, tp, n) * itemsize),
         "floor_seconds": floor,
         "tokens_per_second": batch / floor,
@@ -268,10 +271,10 @@ def rounded(x, digits):
 
 
 def readable(nbytes):
-    """Bytes with three digits, in the unit that suits them: 512 bytes, 36.0 KiB, 1.00 GiB."""
+    """Bytes with three digits or more, in the unit that suits them: 512 bytes, 36.0 KiB, 1.00 GiB, 1010 GiB."""
     units = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"]
     i = 0
-    while nbytes >= (999.5 if i else 1023.5) and i < 5:
+    while nbytes >= 1023.5 and i < 5:
         nbytes = nbytes / 1024
         i += 1
     digits = 0 if i == 0 or nbytes >= 99.95 else 1 if nbytes >= 9.995 else 2

@@ -71,7 +71,8 @@ def show_help(config_name, docstring):
     text = (CONFIGS / f"{config_name}.yaml").read_text()
     used = [g for g in groups if re.search(rf"^\s*- {g.name}:", text, re.M)]
     named = [g for g in groups if re.search(rf"^{g.name}:$", text, re.M)]  # chosen by the script, not by Hydra
-    print("\nChoices:" if used or named else "")
+    if used or named:
+        print("\nChoices:")
     for group in used + named:
         print(f"  {group.name}={'|'.join(sorted(p.stem for p in group.glob('*.yaml')))}   (configs/{group.name}/)")
     print(f"\nEvery key below can be set as key=value; configs/{config_name}.yaml says:\n")

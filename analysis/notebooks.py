@@ -4,6 +4,7 @@ Execute the notebooks on a sweep's runs. They are kept as plain scripts, analysi
     python analysis/notebooks.py                        the cpu sweep -> analysis/*.ipynb, results/figures/
     python analysis/notebooks.py sweep=smoke            another sweep -> runs/smoke/results/
     python analysis/notebooks.py notebook=loss          only one of them; wandb=online|offline|disabled as in training
+    python analysis/notebooks.py notebook=budget        the one that only counts: it needs no runs
 
 Prints a line a notebook. Nothing is trained or measured. The same runs give the same files, byte for byte. Each execution
 is also a W&B run, analysis-<notebook>, with the figures.
@@ -24,7 +25,13 @@ from analysis.tables import sweep_table
 from tracking import MODES, Run
 
 ROOT = Path(__file__).resolve().parent.parent
-FIGURES = {"loss": ("loss", "uptrain"), "cache": ("cache",), "speed": ("speed", "speed_batch")}
+FIGURES = {
+    "loss": ("loss", "uptrain"),
+    "cache": ("cache",),
+    "speed": ("speed", "speed_batch"),
+    "budget": ("budget", "budget_crossover", "budget_precision", "budget_parallel"),
+}
+WITHOUT_RUNS = ("budget",)  # it counts, and reads no run
 SECONDS = 300  # for a cell; it takes a few on a laptop
 
 
@@ -140,9 +147,10 @@ def main():
     runs, _ = load_runs(ROOT / "runs", sweep=sweep)
     runs = runs[runs.job_type != "analysis"]
     try:
-        if runs.empty:
-            raise ValueError("no runs")
-        sweep_table(runs)
+        if set(names) - set(WITHOUT_RUNS):
+            if runs.empty:
+                raise ValueError("no runs")
+            sweep_table(runs)
     except ValueError as error:
         print(f"error: runs/{sweep}: {error}; `make sweep PRESET={sweep}` makes them", file=sys.stderr)
         sys.exit(2)
@@ -152,7 +160,7 @@ def main():
             print(line, file=sys.stdout if worked else sys.stderr, flush=True)
             failed |= not worked
             if worked:
-                record(name, sweep, mode, len(runs))
+                record(name, sweep, mode, 0 if name in WITHOUT_RUNS else len(runs))
     sys.exit(1 if failed else 0)
 
 

@@ -19,7 +19,7 @@ from kv_cache.accounting import dense_nbytes
 from tracking import Run
 
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOKS = ("loss", "cache", "speed")
+NOTEBOOKS = ("loss", "cache", "speed", "budget")
 LAYERS, HEADS, WIDTH, VOCAB = 6, 8, 256, 65
 SEEDS = (1, 2, 3)
 MHA = {1: 1.5, 2: 1.7, 3: 1.6}  # final losses: seeds lie 0.1 apart …
@@ -103,6 +103,7 @@ def copy(tmp_path_factory):
         (root / folder).mkdir(exist_ok=True)
         for path in (ROOT / folder).glob("*.py"):
             shutil.copy(path, root / folder)
+    shutil.copytree(ROOT / "configs" / "shape", root / "configs" / "shape")
     write_sweep(root / "runs" / "cpu")
     return root
 
@@ -243,14 +244,20 @@ def test_script_and_notebook_are_the_same(name):
     assert kept["metadata"] == built.metadata  # no version of Python, no kernel of somebody's
 
 
-def test_the_notebooks_on_known_runs(copy, tmp_path):
-    """Executed with an empty home: no kernel is installed there, and no W&B account."""
-    done = script(copy, "notebooks.py", "wandb=disabled", home=tmp_path)
+@pytest.fixture(scope="module")
+def executed(copy, tmp_path_factory):
+    """All notebooks, executed with an empty home: no kernel is installed there, and no W&B account."""
+    home = tmp_path_factory.mktemp("home")
+    return script(copy, "notebooks.py", "wandb=disabled", home=home), home
+
+
+def test_the_notebooks_on_known_runs(copy, executed):
+    done, home = executed
     assert done.returncode == 0, done.stderr
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == list(NOTEBOOKS)
-    assert not list(tmp_path.glob(".ipython")) and not list(tmp_path.glob(".local")) and not list(tmp_path.glob(".jupyter"))
+    assert not list(home.glob(".ipython")) and not list(home.glob(".local")) and not list(home.glob(".jupyter"))
     assert json.loads((copy / "analysis" / "loss.ipynb").read_text())["metadata"]["language_info"] == {"name": "python"}
-    loss, cache, speed = (outputs(copy / "analysis" / f"{name}.ipynb") for name in NOTEBOOKS)
+    loss, cache, speed = (outputs(copy / "analysis" / f"{name}.ipynb") for name in ("loss", "cache", "speed"))
     for text in (loss, cache, speed):
         assert "9 train (finished, each read from its metrics.jsonl)" in text and str(copy) not in text
     assert "ln(65) = 4.1744" in loss and "**within seed noise**" in loss and "**MQA** − MHA: +0.0250 ± 0.0124" in loss
@@ -271,6 +278,68 @@ def test_the_notebooks_on_known_runs(copy, tmp_path):
     before = [path.read_bytes() for path in files]
     assert script(copy, "notebooks.py", "wandb=disabled", "notebook=cache").returncode == 0
     assert [path.read_bytes() for path in files] == before  # byte for byte, and the first execution is not counted as a run
+
+
+def test_the_budget_counts(copy, executed):
+    """Llama 3 8B's own numbers, put together here from its layers."""
+    assert executed[0].returncode == 0, executed[0].stderr
+    text, gib, mib = outputs(copy / "analysis" / "budget.ipynb"), 2**30, 2**20
+    table = 128256 * 4096
+
+    def weights(n_kv):
+        projections = 2 * 4096 * 4096 + 2 * 4096 * n_kv * 128
+        return 2 * (2 * table + 4096 + 32 * (projections + 3 * 4096 * 14336 + 2 * 4096))
+
+    assert f"{weights(8) // 2:,} weights" in text
+    for n_kv, name in ((32, "MHA"), (8, "GQA-8"), (1, "MQA")):
+        token, left, read = 2 * 2 * 32 * n_kv * 128, 24 * gib - weights(n_kv), weights(n_kv) - 2 * table
+        fit = left // (8192 * token)
+        size = f"{n_kv / 8:.2f} GiB" if n_kv > 1 else "128 MiB"
+        assert f"**{name}**: one conversation of 8,192 tokens takes {size}; {fit} fit" in text
+        assert f"into the {left / gib:.2f} GiB that the weights leave" in text
+        assert f"| {left // token:,} | {fit} |" in text and f"| {left // (32 * token):,} tokens |" in text
+        crossing = [f"{read // (batch * token) + 1:,} tokens" for batch in (1, 8, 32)]
+        assert f"| {name} | {read / gib:.1f} GiB | {' | '.join(crossing)} |" in text
+        one, many = (1e3 * (read + batch * 8192 * token) / 1e12 for batch in (1, 32))
+        assert f"| {one:.1f} ms | {1e3 / one:.0f} |" in text and f"| {many:.1f} ms | {32e3 / many:,.0f} |" in text
+    # GQA-8 with one head a device, as MQA has it
+    assert "| 8 | 512 MiB / 4.00 GiB | 128 MiB / 1.00 GiB | 128 MiB / 1.00 GiB |" in text
+    assert "| 16 | 256 MiB / 4.00 GiB | 128 MiB / 2.00 GiB | 128 MiB / 2.00 GiB |" in text
+    assert "**On 8 devices MQA saves nothing over GQA-8**" in text
+    for bits in (8, 4, 2):  # a scale and a zero point of 16 bits for 32 values: one bit more; the newest 32 tokens have 16
+        packed = 8192 - 32
+        assert f"| {(packed * (bits + 1) + 32 * 16) / 8192:.2f} | {packed * 65536 * bits / 8 / mib:.0f} MiB | " in text
+        for window in (32, 128):
+            cells = [((n - window) * (bits + 1) + window * 16) / n if n > window else 16 for n in (64, 256, 1024, 8192, 131072)]
+            assert f"| int{bits} | {window} | {' | '.join(f'{cell:.2f}' for cell in cells)} |" in text
+    assert "is packed at 64 tokens" in text and "is packed at 160 tokens" in text
+    nanogqa, mistral = [], []
+    for batch in (1, 32):
+        for n_kv in (8, 2, 1):  # our own shape, whose cache crosses where cache.ipynb says
+            read = 65 * 256 + 256 + 6 * (2 * 256 * (8 + n_kv) * 32 + 2 * 256 * 1024 + 2 * 256)
+            crossing = f"{read // (batch * 2 * 6 * n_kv * 32) + 1:,}"
+            nanogqa.append(f"**{crossing}**" if n_kv == 8 else crossing)
+        for n_kv in (32, 8, 1):  # Llama's layers, with fewer words and a window of 4,096 tokens
+            crossing = ((weights(n_kv) // 2 - 2 * table) + 32000 * 4096) // (batch * 2 * 32 * n_kv * 128) + 1
+            crossing = f"{crossing:,}" if crossing <= 4096 else "never"
+            mistral.append(f"**{crossing}**" if n_kv == 8 else crossing)
+    assert f"| nanogqa | 8 / 2 / 1 | {' | '.join(nanogqa)} |" in text
+    assert f"| mistral-7b | 32 / 8 / 1 | {' | '.join(mistral)} |" in text and mistral.count("never") == 3
+
+
+def test_only_the_budget_needs_no_runs(monkeypatch, tmp_path, capsys):
+    made = []
+    monkeypatch.setattr(notebooks, "ROOT", tmp_path)
+    monkeypatch.setattr(notebooks, "make", lambda name, sweep: (made.append(name) or f"{name}: made", True))
+    for words, code in ((["notebook=budget"], 0), (["notebook=cache"], 2), ([], 2)):
+        monkeypatch.setattr(sys, "argv", ["notebooks.py", "wandb=disabled", *words])
+        with pytest.raises(SystemExit) as stop:
+            notebooks.main()
+        assert stop.value.code == code
+    out, err = capsys.readouterr()
+    assert made == ["budget"] and out == "budget: made\n" and err.count("no runs") == 2
+    summary = json.loads((tmp_path / "runs" / "cpu" / "analysis-budget" / "summary.json").read_text())
+    assert summary["runs_read"] == 0
 
 
 def test_a_failing_cell_is_named(copy):
