@@ -32,6 +32,7 @@ def resized(shape, n_layer, n_kv, head_dim):
     other = having(having(having(shape, "n_layer", n_layer), "n_kv", n_kv), "head_dim", head_dim)
     others = shape["params"] - shape["outside"] - shape["n_layer"] * attention_params(shape)  # feed-forward, norms
     other["params"] = shape["outside"] + others * n_layer // shape["n_layer"] + n_layer * attention_params(other)
+    other["expert_params"] = shape["expert_params"] * n_layer // shape["n_layer"]
     other["windowed"] = shape["windowed"] * n_layer // shape["n_layer"]
     return other
 
@@ -243,13 +244,18 @@ def robot(shape, s, r):
     context = r["prompt_tokens"] + history * step
     free = s["memory"] - device_params(shape, s["tp"]) * itemsize
     cache = cache_nbytes(shape, s, context, 1)
+    windows = [shape["window"]] if shape["window"] else []
+
+    def held(tokens):
+        return cache_nbytes(shape, s, tokens, 1)
+
     once, reused = control_seconds(history, False), control_seconds(history, True)
     return {
         "tokens_per_step": step,
         "context": context,
         "cache_bytes": cache,
-        "fits": cache <= free,
-        "history_fits": most(lambda n: cache_nbytes(shape, s, r["prompt_tokens"] + n * step, 1) <= free),
+        "fits": peak(held, context, windows, s) <= free,
+        "history_fits": most(lambda n: peak(held, r["prompt_tokens"] + n * step, windows, s) <= free),
         "period_seconds": 1 / r["rate"],
         "seconds": once,
         "seconds_reused": reused,

@@ -58,9 +58,9 @@ def find_shape(key, name):
     InputError naming the key for anything else.
     """
     path = Path(name)
-    if (path / "config.json").is_file():
-        path = path / "config.json"
     try:
+        if (path / "config.json").is_file():
+            path = path / "config.json"
         if name in presets():
             values = yaml.safe_load((CONFIGS / "shape" / f"{name}.yaml").read_text(encoding="utf-8"))
             return asdict(strict(Shape, {"name": name, **values}))
@@ -68,8 +68,9 @@ def find_shape(key, name):
             known = presets()
             raise InputError(f"no such shape or config.json{nearest(name, known)} (shapes: {', '.join(known)})")
         return asdict(huggingface_shape(read_json(path), path.parent.name if path.name == "config.json" else path.stem))
-    except InputError as error:
-        raise InputError(f"{key}={name}: {error}") from None
+    except (InputError, OSError) as error:
+        what = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{key}={name}: {what}") from None
 
 
 def read_json(path):
@@ -77,11 +78,10 @@ def read_json(path):
         if path.stat().st_size > 2**24:
             raise InputError("larger than 16 MiB, that is no config")
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
-        reason = error.strerror if isinstance(error, OSError) else f"no JSON ({error})"
-        raise InputError(reason or str(error)) from None
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"no JSON ({error})") from None
     if not isinstance(config, dict):
         raise InputError("no config: a JSON object is needed")
     return config
@@ -133,14 +133,14 @@ def huggingface_shape(config, name):
     gpt2 = family in ("gpt2", "gpt_bigcode")
     missing = object()
 
-    def number(key, default=missing):
+    def number(key, default=missing, least=1):
         value = c.get(key)
         if value is None and default is not missing:
             return default
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise InputError(f"{key}={value!r} is not a whole number" if key in c else f"the config has no {key}")
-        if value < 1:
-            raise InputError(f"{key}={value} is not a whole number of at least 1")
+        if key not in c:
+            raise InputError(f"the config has no {key}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InputError(f"{key}={value!r} is not a whole number of at least {least}")
         return value
 
     n_layer = number("n_layer" if gpt2 else "num_hidden_layers")
@@ -152,13 +152,13 @@ def huggingface_shape(config, name):
         n_kv = 1 if c.get("multi_query", True) else n_head
     else:
         n_kv = n_head if family in ("gpt2", "gpt_neox") else number("num_key_value_heads", n_head)
-    if "head_dim" not in c and n_embd % n_head and not family.startswith("deepseek"):
+    if c.get("head_dim") is None and n_embd % n_head and not family.startswith("deepseek"):
         raise InputError(f"hidden size {n_embd} is not divisible by {n_head} heads, and there is no head_dim")
     head_dim = number("head_dim", n_embd // n_head)
     tied = c.get("tie_word_embeddings", family in TIED)
     table = vocab * n_embd
     shape = {"name": name, "n_layer": n_layer, "n_head": n_head, "n_kv": n_kv, "head_dim": head_dim, "n_embd": n_embd}
-    shape |= {"context": context, "qkv_bias": False, **windows(c, family, n_layer)}
+    shape |= {"context": context, "qkv_bias": False, **windows(c, family, n_layer, number)}
 
     if family in ("gpt2", "gpt_bigcode", "gpt_neox"):
         n_inner = number("intermediate_size") if family == "gpt_neox" else number("n_inner", 4 * n_embd)
@@ -195,32 +195,35 @@ def huggingface_shape(config, name):
     return finish(shape | {"qkv_bias": bool(bias)}, n_layer * layer + shape.get("expert_params", 0), outside, unread)
 
 
-def windows(c, family, n_layer):
+def windows(c, family, n_layer, number):
     """How many layers hold only a window of the newest tokens, and how long it is."""
-    window = c.get("sliding_window")
-    if window is None or (family.startswith("qwen") and not c.get("use_sliding_window", False)):
+    window = number("sliding_window", None)
+    if window is None or (family in ("qwen2", "qwen3", "qwen3_moe", "smollm3") and not c.get("use_sliding_window", False)):
         return {"window": None, "windowed": 0}
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise InputError(f"sliding_window={window!r} is not a whole number of at least 1")
     if (kinds := c.get("layer_types")) is not None:
-        unknown = [kind for kind in kinds if kind not in KINDS]
-        if unknown or len(kinds) != n_layer:
-            what = f"names {unknown[0]!r}" if unknown else f"has {len(kinds)} entries for {n_layer} layers"
-            raise InputError(f"layer_types {what} (understood: {', '.join(KINDS)})")
+        if not isinstance(kinds, list) or len(kinds) != n_layer:
+            what = f"has {len(kinds)} entries" if isinstance(kinds, list) else "is no list"
+            raise InputError(f"layer_types {what}: one is needed for each of {n_layer} layers")
+        unknown = [kind for kind in kinds if not isinstance(kind, str) or kind not in KINDS]
+        if unknown:
+            raise InputError(f"layer_types names {unknown[0]!r} (understood: {', '.join(KINDS)})")
         windowed = sum(KINDS[kind] for kind in kinds)
     elif family == "gemma2":
         windowed = (n_layer + 1) // 2  # every other layer, beginning with the first
     elif family == "gemma3_text":
-        pattern = c.get("sliding_window_pattern", 6)
-        windowed = n_layer - n_layer // pattern  # all but every sixth
-    elif family in ("qwen2", "qwen3", "qwen3_moe"):
-        windowed = max(0, n_layer - c.get("max_window_layers", 28))
+        windowed = n_layer - n_layer // number("sliding_window_pattern", 6)  # all but every sixth
+    elif family in ("qwen2", "qwen3"):
+        windowed = max(0, n_layer - number("max_window_layers", 28, least=0))
+    elif family == "smollm3":
+        windowed = n_layer // number("no_rope_layer_interval", 4)  # those without rotary positions
     else:
         windowed = n_layer
     return {"window": window if windowed else None, "windowed": windowed}
 
 
 def mixture(n_experts, n_active, n_layer, n_embd, n_inner):
+    if n_active > n_experts:
+        raise InputError(f"num_experts_per_tok={n_active} is more than the {n_experts} experts")
     return {"n_experts": n_experts, "n_active": n_active, "expert_params": n_layer * n_experts * 3 * n_embd * n_inner}
 
 
@@ -234,11 +237,11 @@ def deepseek_shape(c, number, shape, outside, unread):
         raise InputError(f"keys of {nope} + {rope} and values of {v} numbers a head are not understood: their sum is odd")
     attention = n_embd * q_low + q_low + q_low * n_head * (nope + rope) if q_low else n_embd * n_head * (nope + rope)
     attention += n_embd * (low + rope) + low + low * n_head * (nope + v) + n_head * v * n_embd
-    dense = min(number("first_k_dense_replace", 0), n_layer)
+    dense = min(number("first_k_dense_replace", 0, least=0), n_layer)
     experts = mixture(
         number("n_routed_experts"), number("num_experts_per_tok"), n_layer - dense, n_embd, number("moe_intermediate_size")
     )
-    shared = 3 * n_embd * number("moe_intermediate_size") * number("n_shared_experts", 0)
+    shared = 3 * n_embd * number("moe_intermediate_size") * number("n_shared_experts", 0, least=0)
     router = n_embd * experts["n_experts"]  # DeepSeek-V3's bias of the router is a buffer, no weight
     layers = n_layer * (attention + 2 * n_embd) + dense * 3 * n_embd * number("intermediate_size")
     layers += (n_layer - dense) * (shared + router) + experts["expert_params"]

@@ -1,6 +1,7 @@
 """Small helpers for all tests: one thread, a text made on the fly, and scripts run away from the repository's folders."""
 
 import importlib
+import json
 import random
 import shutil
 import subprocess
@@ -90,6 +91,18 @@ def call(cwd, capsys):
         return code, *capsys.readouterr()
 
     return call
+
+
+@pytest.fixture
+def numbers(call):
+    """numbers("shape=llama3-8b") -> what budget.py counts, as it prints it with format=json."""
+
+    def numbers(*args):
+        code, out, err = call("budget", *args, "format=json")
+        assert (code, err) == (0, ""), err
+        return json.loads(out)
+
+    return numbers
 
 
 @pytest.fixture(scope="session")

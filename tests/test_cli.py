@@ -8,9 +8,10 @@ import pytest
 import torch
 from conftest import ROOT, TINY
 
+from arithmetic import readable, readable_seconds
 from cli import CONFIGS
 
-SCRIPTS = ["train", "uptrain", "sample", "eval"]
+SCRIPTS = ["train", "uptrain", "sample", "eval", "budget"]
 
 
 def refused(answer, *words):
@@ -46,15 +47,18 @@ def test_help_says_the_commands_the_choices_and_every_key(call, name, flag):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_commands_in_a_docstring_are_understood(call, name):
-    """They get as far as the checkpoint they name or the run they would start, past Hydra and the checks of values."""
+    """They get as far as the file they name or the run they would start, past Hydra and the checks of values, or to the end."""
     for command in re.findall(rf"^ +python {name}\.py (.*?)(?:   |$)", (ROOT / f"{name}.py").read_text(), re.M):
         args = re.sub(r'"', "", command).split(" ")
         if name == "train":
             args = [a for a in args if a != "-m"]
             args = [re.sub(r"=(\w+),.*", r"=\1", a) for a in args]
             refused(call(name, *args, "data.source=nowhere.txt"), "nowhere.txt")
+        elif name == "budget" and not re.search("ckpt=|path/to", command):
+            code, out, err = call(name, *args)
+            assert (code, err) == (0, "") and out
         else:
-            error = refused(call(name, *args))
+            error = refused(call(name, *args)).lower()
             assert "no such file" in error or "no finished training run" in error, (command, error)
 
 
@@ -224,8 +228,74 @@ def test_eval_refuses_in_one_line_and_makes_no_folder(call, mha, cwd, args, word
     assert not (cwd / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        ("shape=nanogqa n_kv=3", "n_kv=3 n_head=8 [1, 2, 4, 8]"),
+        ("n_kv=0", "n_kv=0"),
+        ("n_kv=2.0", "n_kv=2.0 int"),
+        ("n_layer=-1", "n_layer=-1"),
+        ("head_dim=true", "head_dim=True int"),
+        ("context=-1", "context=-1"),
+        ("context=0", "context=0"),
+        ("batch=0", "batch=0"),
+        ("batch=null", "batch=None int"),
+        ("memory=24Gib", "memory=24Gib did you mean GiB?"),
+        ("memory=24", "memory=24 unit MiB"),
+        ("memory=-24GiB", "memory=-24GiB"),
+        ("memory=0GiB", "memory=0GiB"),
+        ("memory=0.5B", "memory=0.5B"),  # there is no half a byte
+        ("memory=1e400GiB", "memory=1e400GiB"),
+        ("memory=nan", "memory=nan"),
+        ("memory=null", "memory=None"),
+        ("bandwidth=5gb/s", "bandwidth=5gb/s did you mean"),
+        ("bandwidth=5GB", "bandwidth=5GB GB/s"),
+        ("compute=fast", "compute=fast"),
+        ("tp=0", "tp=0"),
+        ("tp=3", "tp=3 32 8 [1, 2,"),
+        ("shape=nanogqa tp=16", "tp=16 8 nanogqa [1, 2, 4, 8]"),
+        ("draft=gpt2-small tp=8", "tp=8 gpt2-small 12"),
+        ("kv_dtype=int3", "kv_dtype=int3 int4 fp16"),
+        ("weight_dtype=int4", "weight_dtype=int4 fp8"),
+        ("group=0", "group=0"),
+        ("residual=-1", "residual=-1"),
+        ("shape=llama3-8", "shape=llama3-8: did you mean llama3-8b?"),
+        ("shape=missing/config.json", "shape=missing/config.json"),
+        ("shape=mamba.json", "shape=mamba.json: 'mamba' llama"),
+        ("shape=null", "shape None"),
+        ("draft=foo", "draft=foo: llama3-8b"),
+        ("ckpt=missing.pt", "ckpt=missing.pt"),
+        ("ckpt=input.txt", "input.txt checkpoint"),
+        ("shape=deepseek-v3 n_kv=1", "n_kv=1 deepseek-v3 latent"),
+        ("shape=deepseek-v3 kv_dtype=int4", "kv_dtype=int4 deepseek-v3 fp8"),
+        ("draft=deepseek-v3 kv_dtype=int4", "kv_dtype=int4 deepseek-v3 fp8"),
+        ("budget=robots", "budget=robots did you mean robot?"),
+        ("budget=robot robot.cameras=0", "robot.cameras=0"),
+        ("robot.cameras=0", "robot.cameras=0"),
+        ("budget=robot robot.rate=0Hz", "robot.rate=0Hz"),
+        ("budget=robot robot.rate=5", "robot.rate=5 unit Hz"),
+        ("budget=robot robot.camera=2", "robot.camera did you mean robot.cameras?"),
+        ("format=xml", "format=xml table json"),
+        ("contxt=1", "contxt did you mean context?"),
+        ("+context=1", "+context=1"),
+        (f"shape={'x' * 300}", "shape=xxx"),
+        (f"context={'9' * 400}", "context=999"),
+        (f"batch={'9' * 400}", "batch=999"),
+    ],
+    ids=lambda value: value[:30],
+)
+def test_budget_refuses_in_one_line(call, cwd, args, words):
+    (cwd / "mamba.json").write_text('{"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2}')
+    refused(call("budget", *args.split()), *words.split(" ", words.partition("[")[0].count(" ")))
+    assert {path.name for path in cwd.iterdir()} == {"input.txt", "mamba.json"}
+
+
 def test_a_real_process_ends_with_exit_code_two_and_one_line(spawn, tmp_path):
-    for script, arg, word in (("train", "model.nkv=2", "model.n_kv"), ("uptrain", "ckpt=mha.pt", "groups")):
+    for script, arg, word in (
+        ("train", "model.nkv=2", "model.n_kv"),
+        ("uptrain", "ckpt=mha.pt", "groups"),
+        ("budget", "tp=3", "[1, 2,"),
+    ):
         process = spawn(script, arg)
         out, err = process.communicate()
         assert word in refused((process.returncode, out, err))
@@ -294,3 +364,85 @@ def test_eval_reports_the_bytes_of_the_closed_formula_and_the_loss_of_training(c
     assert [line for line in again.splitlines() if "batch" in line] == [line for line in out.splitlines() if "batch" in line]
     refused(call("eval", "ckpt=mha.pt", "threads=1"), "tokens=6", "2000")  # never overwritten by another measurement
     assert call("eval", "ckpt=mha.pt", *same, "tokens=5", "name=short")[0] == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# budgets as text
+
+
+def tables(out):
+    """Each table's rows of cells, by the table's title."""
+    found = {}
+    for block in out.split("\n\n"):
+        title, *rows = block.splitlines()
+        found[title.partition(",")[0].partition(" (")[0]] = [re.split(r" {3,}", row.strip()) for row in rows]
+    return found
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *re.findall(r"python budget\.py ((?!.*(?:ckpt|path)).*?)(?:   |$)", (ROOT / "budget.py").read_text(), re.M),
+        "shape=llama3-70b draft=llama3-8b tp=8 memory=80GiB context=131072 batch=64",
+        "shape=deepseek-v3 kv_dtype=fp8 tp=8 memory=80GiB",
+        "shape=mistral-7b kv_dtype=int4 batch=8",
+        "shape=llama3-70b",  # its weights do not fit
+        "shape=llama2-13b tp=40 batch=1000 context=100000",
+        "shape=smollm2-135m kv_dtype=int2 tp=3",
+        "shape=qwen3-8b head_dim=7 kv_dtype=int2 group=5 residual=0",
+        "budget=robot shape=openvla-7b robot.rate=30Hz memory=16GiB",
+    ],
+)
+def test_the_tables_say_the_numbers_of_the_json_in_140_columns(call, numbers, command):
+    args = [arg for arg in command.split() if arg != "format=json"]
+    code, out, err = call("budget", *args)
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 140
+    b, found = numbers(*args), tables(out)
+    own, shape, s = b["own"], b["shape"], b["setting"]
+    assert f"{shape['params']:,} weights" in out.splitlines()[0]
+    first = {row[0]: row[1:] for row in found["KV cache"]}
+    assert first["one more token"][0] == readable(own["bytes_per_token"])
+    assert next(v for k, v in first.items() if " tokens, " in k) == [
+        readable(own["cache_bytes"]),
+        f"{own['cache_bytes']:,} bytes",
+    ]
+    assert first["weights"][0] == readable(own["weight_bytes"]) and readable(own["weight_bytes_read"]) in first["weights"][1]
+    left, fits = first[f"left of {readable(s['memory'])}"]
+    if own["free_bytes"] < 0:
+        assert left == "nothing" and readable(-own["free_bytes"]) in fits
+    else:
+        assert left == readable(own["free_bytes"]) and f"{own['conversations_fit']:,} conversations" in fits
+        assert (f"{own['tokens_fit']:,} tokens" if own["tokens_fit"] is not None else "any number of tokens") in fits
+    assert first["a step reads more of"][0] == own["larger"] and first["decode floor"][0] == readable_seconds(
+        own["floor_seconds"]
+    )
+    if s["draft"]:
+        assert first[f"draft {s['draft']['name']}, cache"][0] == readable(b["draft"]["cache_bytes"])
+        assert first["its weights"][0] == readable(b["draft"]["weight_bytes"])
+    for cells, row in zip(found["The dial"][1:], b["heads"], strict=True):
+        assert (" *" in cells[0]) == (row["n_kv"] == shape["n_kv"])
+        assert cells[1:5] == [str(row["n_kv"]), *(readable(row[k]) for k in ("bytes_per_token", "cache_bytes", "weight_bytes"))]
+        assert cells[5] == ("no limit" if row["tokens_fit"] is None else f"{row['tokens_fit']:,}")
+        assert cells[6] == f"{row['conversations_fit']:,}" and cells[8:] == [
+            readable_seconds(row["floor_seconds"]),
+            f"{row['tokens_per_second']:,.1f}",
+        ]
+    for cells, row in zip(found["Precision"][1:], b["precision"], strict=True):
+        parts = [", ".join(f"{name} {readable(n)}" for name, n in row["parts"].items())] if len(row["parts"]) > 2 else []
+        assert cells == [row["kv_dtype"], readable(row["cache_bytes"]), f"{row['bits_per_value']:.2f}", *parts]
+    for cells, row in zip(found["Tensor parallel: cache on each device / on all"][1:], b["parallel"], strict=False):
+        assert [c for c in cells[1:] if c != "–"] == [f"{readable(d['each'])} / {readable(d['total'])}" for d in row["devices"]]
+    if "robot" in b:
+        rows = {row[0]: row[1:] for row in next(rows for title, rows in found.items() if title.startswith("Robot"))}
+        assert rows["all read anew"][0] == readable_seconds(b["robot"]["seconds"])
+        assert rows["prefix reused"][0] == readable_seconds(b["robot"]["seconds_reused"])
+
+
+def test_the_readme_shows_what_budget_prints(call):
+    readme = (ROOT / "README.md").read_text()
+    command = re.search(r"^    python budget\.py (shape=llama3-8b context.*)$", readme, re.M)[1]
+    shown = re.search(r"<!-- budget -->\n(.*?)<!-- /budget -->", readme, re.S)[1]
+    code, out, err = call("budget", *command.split())
+    assert code == 0, err
+    assert [line.strip() for line in shown.splitlines()] == [line.strip() for line in out.splitlines()]
