@@ -23,12 +23,18 @@ from cli import InputError, nearest, script
 from kv_cache.accounting import heads_per_device
 from shapes import Shape, checkpoint_shape, find_shape
 
+MOST = 2**32  # of anything that is counted
 UNITS = {  # the last of each is the usual one
     "memory": {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "TiB": 2**40, "GiB": 2**30},
     "bandwidth": {"B/s": 1, "MB/s": 1e6, "TB/s": 1e12, "MiB/s": 2**20, "GiB/s": 2**30, "TiB/s": 2**40, "GB/s": 1e9},
     "compute": {"GFLOP/s": 1e9, "PFLOP/s": 1e15, "TFLOP/s": 1e12},
     "rate": {"kHz": 1e3, "Hz": 1},
 }
+
+
+def check_whole(key, value, least=1):
+    if value is not None and not least <= value <= MOST:
+        raise ValueError(f"{key}={value} is not allowed: a whole number from {least} to {MOST:,}")
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,7 @@ class Robot:
 
     def __post_init__(self):
         for key in ("cameras", "image_tokens", "prompt_tokens", "action_tokens", "history"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"robot.{key}={getattr(self, key)} is not allowed: a whole number of at least 1")
+            check_whole(f"robot.{key}", getattr(self, key))
 
 
 @dataclass(frozen=True)
@@ -76,11 +81,8 @@ class Settings:
     format: str
 
     def __post_init__(self):
-        for key in ("n_layer", "n_kv", "head_dim", "context", "batch", "group", "tp"):
-            if getattr(self, key) is not None and getattr(self, key) < 1:
-                raise ValueError(f"{key}={getattr(self, key)} is not allowed: a whole number of at least 1")
-        if self.residual < 0:
-            raise ValueError(f"residual={self.residual} is not allowed: a whole number of at least 0")
+        for key in ("n_layer", "n_kv", "head_dim", "context", "batch", "group", "residual", "tp"):
+            check_whole(key, getattr(self, key), least=0 if key == "residual" else 1)
         allowed = {"kv_dtype": BITS, "weight_dtype": ("fp32", "fp16", "bf16", "fp8"), "budget": ("chat", "robot"),
                    "format": ("table", "json")}  # fmt: skip
         for key, values in allowed.items():
@@ -96,8 +98,8 @@ def quantity(key, value):
     if match and match[2] not in units:
         what = f"unknown unit {match[2]}{nearest(match[2], units)}" if match[2] else "the unit is missing"
         raise InputError(f"{key}={value}: {what} (units: {', '.join(units)})")
-    number = float(match[1]) * units[match[2]] if match else 0
-    if not 0 < number < float("inf"):
+    number = float(match[1]) * units[match[2]] if match else 0.0
+    if not 0 < number < float("inf") or (key == "memory" and number < 1):  # there is no half a byte
         raise InputError(f"{key}={value} is not allowed: a positive number and a unit, such as {key}=24{list(units)[-1]}")
     return int(number) if key == "memory" else number
 
@@ -224,6 +226,8 @@ def print_budget(shape, s, b):
     )
 
     tps = sorted({d["tp"] for row in b["parallel"] for d in row["devices"]})
+    if len(tps) > 5:  # more columns than a line has room for
+        tps = [tp for tp in tps if tp in (1, 2, 4, 8, s["tp"])]
     rows = [("devices", *map(str, tps))]
     for row in b["parallel"]:
         at = {d["tp"]: d for d in row["devices"]}
@@ -248,8 +252,8 @@ def print_robot(s, r, b):
         return f"{'meets' if t <= b['period_seconds'] else 'misses'} the {period} of a control step; {fits}"
 
     rows = [
-        ("a control step", f"{b['tokens_per_step']:,} tokens", f"{r['cameras']} x {r['image_tokens']} of images, {r['action_tokens']} of the action"),
-        (f"{r['history']} in the context", f"{b['context']:,} tokens", f"cache {readable(b['cache_bytes'])}; " + (
+        ("a control step", f"{b['tokens_per_step']:,} tokens", f"{r['cameras']} x {r['image_tokens']} of images, {r['action_tokens']:,} of the action"),
+        (f"{r['history']:,} in the context", f"{b['context']:,} tokens", f"cache {readable(b['cache_bytes'])}; " + (
             f"memory for {count(b['history_fits'], 'any number of')} control steps" if b["fits"] else "does not fit beside the weights")),
         ("all read anew", readable_seconds(b["seconds"]), verdict(b["seconds"], b["history_meets"])),
         ("prefix reused", readable_seconds(b["seconds_reused"]), verdict(b["seconds_reused"], b["history_meets_reused"])),
