@@ -10,7 +10,7 @@ group and residual, weight_dtype, memory (bytes) and bandwidth (bytes/s) and com
 from kv_cache.accounting import dense_nbytes, heads_per_device, kivi_nbytes, kivi_packed, latent_nbytes
 
 BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "int2": 2}  # intN: KIVI, with scales and zeros
-ROWS = ("fp16", "fp8", "int8", "int4", "int2")  # of the table of precisions
+ROWS = ["fp16", "fp8", "int8", "int4", "int2"]  # of the table of precisions
 
 
 def having(values, key, value):
@@ -33,7 +33,7 @@ def resized(shape, n_layer, n_kv, head_dim):
     others = shape["params"] - shape["outside"] - shape["n_layer"] * attention_params(shape)  # feed-forward, norms
     other["params"] = shape["outside"] + others * n_layer // shape["n_layer"] + n_layer * attention_params(other)
     other["expert_params"] = shape["expert_params"] * n_layer // shape["n_layer"]
-    other["windowed"] = shape["windowed"] * n_layer // shape["n_layer"]
+    other["windowed"] = (2 * shape["windowed"] * n_layer + shape["n_layer"]) // (2 * shape["n_layer"])  # rounded
     return other
 
 
@@ -107,34 +107,36 @@ def floor_seconds(weight_bytes, cache_bytes, bandwidth):
     return (weight_bytes + cache_bytes) / bandwidth
 
 
-def peak(bytes_at, tokens, windows, s):
+def free_nbytes(shape, s):
+    """What a device's memory has left beside the weights, the draft's included; negative when they do not fit."""
+    both = device_params(shape, s["tp"]) + (device_params(s["draft"], s["tp"]) if s["draft"] else 0)
+    return s["memory"] - both * BITS[s["weight_dtype"]] // 8
+
+
+def peak_nbytes(shape, s, tokens):
     """
-    The most that a conversation's cache took on its way to `tokens` tokens. Packing a group makes a KIVI cache smaller, so
-    that may have been just before the last group was packed, also that of a layer whose window (of `windows`) is full.
+    The most that a conversation's caches, the draft's included, took on their way to `tokens` tokens. Packing a group makes
+    a KIVI cache smaller, so that may have been just before the last group was packed, also in a layer whose window is full.
     """
-    most_bytes = bytes_at(tokens)
-    for window in [tokens] + windows:
-        packed = kivi_packed(min(tokens, window), s["group"], s["residual"])
-        if packed:
-            most_bytes = max(most_bytes, bytes_at(packed + s["residual"] - 1))
+    most_bytes = 0
+    models = [shape, s["draft"]] if s["draft"] else [shape]
+    for end in [tokens] + [min(tokens, model["window"]) for model in models if model["window"]]:
+        packed = kivi_packed(end, s["group"], s["residual"])
+        for length in [tokens, packed + s["residual"] - 1 if packed else tokens]:
+            most_bytes = max(most_bytes, sum([cache_nbytes(model, s, length, 1) for model in models]))
     return most_bytes
 
 
 def costs(shape, s):
     """What one shape takes on each device, what fits, and what a step can cost at best. Bytes, seconds."""
-    context, batch, tp, draft = s["context"], s["batch"], s["tp"], s["draft"]
+    context, batch, tp = s["context"], s["batch"], s["tp"]
     itemsize = BITS[s["weight_dtype"]] // 8
-    weights = device_params(shape, tp) * itemsize
-    beside = weights + (device_params(draft, tp) * itemsize if draft else 0)
-
-    def held(tokens):
-        return cache_nbytes(shape, s, tokens, 1) + (cache_nbytes(draft, s, tokens, 1) if draft else 0)
-
-    windows = [model["window"] for model in (shape, draft) if model and model["window"]]
     read = read_params(shape, tp, batch) * itemsize
     cache = cache_nbytes(shape, s, context, batch)
     floor = floor_seconds(read, cache, s["bandwidth"])
-    free = s["memory"] - beside
+    free = free_nbytes(shape, s)
+    conversation = peak_nbytes(shape, s, context)
+    alone = having(s, "draft", None)
     group = s["group"]  # what one more token takes, over a whole group, for a cache that packs them by groups
     return {
         "n_kv": shape["n_kv"],
@@ -142,13 +144,14 @@ def costs(shape, s):
         "conversation_bytes": cache_nbytes(shape, s, context, 1),
         "cache_bytes": cache,
         "cache_bytes_all_devices": cache * tp,
-        "weight_bytes": weights,
+        "weight_bytes": device_params(shape, tp) * itemsize,
         "weight_bytes_read": read,
         "free_bytes": free,
-        "tokens_fit": most(lambda n: peak(held, n, windows, s) <= free),
-        "conversations_fit": max(0, free) // peak(held, context, windows, s),
+        "fits": batch * conversation <= free,
+        "tokens_fit": most(lambda n: peak_nbytes(shape, s, n) <= free),
+        "conversations_fit": max(0, free) // conversation,
         "larger": "cache" if cache > read else "weights",
-        "crossover_tokens": smallest(lambda n: peak(lambda t: cache_nbytes(shape, s, t, batch), n, windows, s) > read),
+        "crossover_tokens": smallest(lambda n: batch * peak_nbytes(shape, alone, n) > read),
         "crossover_batch": smallest(lambda n: cache_nbytes(shape, s, context, n) > read_params(shape, tp, n) * itemsize),
         "floor_seconds": floor,
         "tokens_per_second": batch / floor,
@@ -189,8 +192,8 @@ def budget(shape, s):
                 devices.append({"tp": tp, "heads": held, "each": each, "total": each * tp})
         parallel.append({"n_kv": n_kv, "devices": devices})
     values = cache_nbytes(shape, having(s, "kv_dtype", "fp16"), s["context"], s["batch"]) / 2
-    for kv_dtype in ROWS:
-        if BITS[kv_dtype] < 16 and shape["latent"] and kv_dtype != "fp8":
+    for kv_dtype in ROWS if s["kv_dtype"] in ROWS else [s["kv_dtype"]] + ROWS:
+        if shape["latent"] and kv_dtype in ("int8", "int4", "int2"):
             continue
         setting = having(s, "kv_dtype", kv_dtype)
         parts = cache_parts(shape, setting, s["context"], s["batch"])
@@ -205,17 +208,27 @@ def budget(shape, s):
     }
 
 
+def pairs(tokens, past, window):
+    """How many pairs of a query and a key: `tokens` new tokens after `past`, each seeing itself and the `window` before."""
+    growing = max(0, min(tokens, window - past))  # these see all there is
+    return growing * past + growing * (growing + 1) / 2 + (tokens - growing) * window
+
+
 def prefill_seconds(shape, s, tokens, past):
     """
     The least that reading `tokens` new tokens after `past` held ones can take: the bytes at the memory's bandwidth, or the
-    operations at the compute rate (2 a weight and token, 4 x head_dim a query head and pair of tokens), whichever is more.
+    operations at the compute rate (2 a weight and token, the head's only for the last one; 4 x head_dim a query head and
+    pair of tokens), whichever is more.
     """
-    tp = s["tp"]
+    tp, windowed = s["tp"], shape["windowed"]
     weight_bytes = read_params(shape, tp, tokens) * BITS[s["weight_dtype"]] // 8
-    pairs = tokens * past + tokens * (tokens + 1) / 2
-    attention = 4 * shape["n_layer"] * shape["n_head"] * shape["head_dim"] * pairs / tp
-    operations = 2 * read_params(shape, tp, 1) * tokens + attention
     memory = floor_seconds(weight_bytes, cache_nbytes(shape, s, past + tokens, 1), s["bandwidth"])
+    head = (shape["outside"] - shape["unread"]) / tp
+    seen = (shape["n_layer"] - windowed) * pairs(tokens, past, past + tokens)
+    if windowed:
+        seen += windowed * pairs(tokens, past, shape["window"])
+    attention = 4 * shape["n_head"] * shape["head_dim"] * seen / tp
+    operations = 2 * (read_params(shape, tp, 1) - head) * tokens + 2 * head + attention
     return max(memory, operations / s["compute"])
 
 
@@ -242,20 +255,15 @@ def robot(shape, s, r):
 
     history = r["history"]
     context = r["prompt_tokens"] + history * step
-    free = s["memory"] - device_params(shape, s["tp"]) * itemsize
+    free = free_nbytes(shape, s)
     cache = cache_nbytes(shape, s, context, 1)
-    windows = [shape["window"]] if shape["window"] else []
-
-    def held(tokens):
-        return cache_nbytes(shape, s, tokens, 1)
-
     once, reused = control_seconds(history, False), control_seconds(history, True)
     return {
         "tokens_per_step": step,
         "context": context,
         "cache_bytes": cache,
-        "fits": peak(held, context, windows, s) <= free,
-        "history_fits": most(lambda n: peak(held, r["prompt_tokens"] + n * step, windows, s) <= free),
+        "fits": peak_nbytes(shape, s, context) <= free,
+        "history_fits": most(lambda n: peak_nbytes(shape, s, r["prompt_tokens"] + n * step) <= free),
         "period_seconds": 1 / r["rate"],
         "seconds": once,
         "seconds_reused": reused,

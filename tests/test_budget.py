@@ -12,22 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import SHAPES
 
-from arithmetic import (
-    BITS,
-    cache_nbytes,
-    cache_parts,
-    costs,
-    device_params,
-    dial,
-    divisors,
-    floor_seconds,
-    read_params,
-    readable,
-    readable_seconds,
-    robot,
-    rounded,
-    shards,
-)
+import arithmetic
+from arithmetic import BITS, cache_nbytes, cache_parts, costs, device_params, prefill_seconds, read_params, readable, robot
 from kv_cache.accounting import heads_per_device, kivi_nbytes
 from kv_cache.dense import DenseCache
 from model import GPT, GPTConfig
@@ -78,9 +64,9 @@ def test_a_published_shape_takes_the_bytes_that_its_papers_say(numbers, args, pe
 
 
 def test_a_step_reads_14_billion_bytes_in_14_milliseconds():
-    assert floor_seconds(14 * 10**9, 0, 10**12) == 0.014
-    assert floor_seconds(13 * 10**9, 10**9, 1e12) == 0.014
-    assert readable_seconds(0.014) == "14.0 ms"
+    assert arithmetic.floor_seconds(14 * 10**9, 0, 10**12) == 0.014
+    assert arithmetic.floor_seconds(13 * 10**9, 10**9, 1e12) == 0.014
+    assert arithmetic.readable_seconds(0.014) == "14.0 ms"
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -89,7 +75,7 @@ def test_a_scale_and_a_zero_point_of_16_bits_for_32_values_are_one_bit_a_value(n
     values = 2 * 32 * 8 * 128 * 4096
     assert 8 * sum(parts.values()) == (bits + 1) * values
     assert parts["scales"] == parts["zeros"] and parts["window"] == 0 and 8 * parts["codes"] == bits * values
-    rows = numbers("shape=llama3-8b", "context=4096", "group=32", "residual=0")["precision"]
+    rows = numbers("shape=llama3-8b", "context=4096", "kv_dtype=int8", "residual=0")["precision"]
     assert [row["bits_per_value"] for row in rows if row["kv_dtype"] == f"int{bits}"] == [bits + 1]
 
 
@@ -177,7 +163,7 @@ def random_layer(batch, n_kv, tokens, head_dim, seed=0):
 
 
 @pytest.mark.parametrize("group, residual", [(32, 32), (16, 5), (16, 128), (32, 0)])
-@pytest.mark.parametrize("head_dim", [32, 48, 80, 20])
+@pytest.mark.parametrize("head_dim", [32, 48, 80, 20, 7])
 @pytest.mark.parametrize("kv_dtype", KIVI)
 def test_the_bytes_of_a_kivi_cache_are_those_of_its_arrays_at_every_length(kv_dtype, head_dim, group, residual):
     for n_kv, batch in itertools.product(SHAPES, (1, 4)):
@@ -249,6 +235,7 @@ PACKED_LATE = small_shape(2, 8, window=160, windowed=2), setting(kv_dtype="int2"
 )  # fmt: skip
 @example(PACKED_LATE, None, 159, -1)
 @example(PACKED_LATE, 70, 159, -1)
+@example((small_shape(), setting(kv_dtype="int2", context=96)), None, 95, -1)  # the 96th token packs a group
 def test_no_length_up_to_the_tokens_that_fit_takes_more_than_is_free(pair, drafted, tokens, more):
     """Beside a draft without a window, or with one of so many tokens, too."""
     shape, s = pair
@@ -264,6 +251,11 @@ def test_no_length_up_to_the_tokens_that_fit_takes_more_than_is_free(pair, draft
     assert own["free_bytes"] == free and own["tokens_fit"] == scanned(lambda n: held(n) <= free)
     worst = max(held(n) for n in range(s["context"] + 1))  # of one conversation on its way to the context
     assert own["conversations_fit"] == scanned(lambda n: n * worst <= free)
+
+
+def test_a_draft_costs_what_it_costs_alone(numbers):
+    alone = numbers("shape=smollm2-135m", "context=8192")["own"]
+    assert numbers("shape=llama3-8b", "draft=smollm2-135m", "context=8192")["draft"] == alone
 
 
 @settings(max_examples=150)
@@ -294,18 +286,22 @@ def heads_of(device, n_kv, tp, n_head=8):
 
 def test_devices_share_heads_that_leave_each_of_them_as_much():
     for n_head, tp in itertools.product(range(1, 26), range(1, 26)):
-        for n_kv in divisors(n_head):
+        for n_kv in arithmetic.divisors(n_head):
             each = {len(heads_of(device, n_kv, tp, n_head)) for device in range(tp)}
-            assert shards(n_head, n_kv, tp) == (n_head % tp == 0 and each == {max(1, n_kv // tp)}), (n_head, n_kv, tp)
+            assert arithmetic.shards(n_head, n_kv, tp) == (n_head % tp == 0 and each == {max(1, n_kv // tp)}), (
+                n_head,
+                n_kv,
+                tp,
+            )
 
 
 @pytest.mark.parametrize(
     "n_head, n_kv, compared",
-    [(32, 32, [32, 8, 1]), (64, 8, [64, 8, 1]), (64, 4, [64, 4, 1]), (25, 25, [25, 5, 1]), (9, 3, [9, 3, 1]), (8, 8, [8, 2, 1]),
+    [(32, 32, [32, 8, 1]), (64, 8, [64, 8, 1]), (64, 64, [64, 8, 1]), (64, 4, [64, 4, 1]), (25, 25, [25, 5, 1]), (9, 3, [9, 3, 1]), (8, 8, [8, 2, 1]),
      (12, 1, [12, 3, 1]), (128, 64, [128, 64, 1]), (7, 7, [7, 1]), (2, 1, [2, 1]), (1, 1, [1])],
 )  # fmt: skip
 def test_the_dial_compares_both_ends_and_what_is_between(n_head, n_kv, compared):
-    assert dial({"n_head": n_head, "n_kv": n_kv, "latent": None}) == compared
+    assert arithmetic.dial({"n_head": n_head, "n_kv": n_kv, "latent": None}) == compared
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -327,6 +323,7 @@ def test_each_device_holds_the_heads_that_its_queries_need(n_kv, tp, bias):
 
 def test_on_eight_devices_one_kv_head_saves_nothing_over_eight(numbers):
     answer = numbers("shape=llama2-70b", "tp=8")
+    assert answer["parallel"] == numbers("shape=llama2-70b", "tp=1")["parallel"]
     each = {row["n_kv"]: {d["tp"]: d["each"] for d in row["devices"]} for row in answer["parallel"]}
     assert each[8] == {tp: 4096 * 327_680 // tp for tp in (1, 2, 4, 8)}
     assert set(each[1].values()) == {each[8][8]} and each[64][8] == 8 * each[8][8]
@@ -344,6 +341,8 @@ def test_a_mixture_reads_the_experts_that_its_tokens_choose():
         read = shape["params"] - 1000 - 8_000_000 + 2_000_000 * sum(chosen) / len(chosen)
         assert abs(read_params(shape, 1, batch) - read) < 1
     assert read_params(shape, 1, 10_000) == shape["params"] - 1000
+    s = setting(compute=1e30)  # a prompt of 3 tokens is read like a batch of 3
+    assert prefill_seconds(shape, s, 3, 5) == (2 * read_params(shape, 1, 3) + cache_nbytes(shape, s, 8, 1)) / 1e12
     v3 = find_shape("shape", "deepseek-v3")
     few, shared = v3["expert_params"] * 8 // 256, v3["params"] - v3["unread"] - v3["expert_params"]
     reads = [read_params(v3, 1, batch) for batch in range(1, 2000)]
@@ -354,13 +353,13 @@ def test_a_mixture_reads_the_experts_that_its_tokens_choose():
 # robot
 
 
-def control_step(history, reused, bandwidth=1e12, compute=150e12):
+def control_step(history, reused, bandwidth=1e12, compute=150e12, devices=1):
     """A control step of OpenVLA: 32 layers of 32 heads of 128, 2 cameras of 256 tokens, 7 action tokens, 16 bits."""
-    weights, token = 6_607_605_760, 2 * 32 * 32 * 128 * 2  # read by a step: no embedding, no vision towers
+    weights, token = 6_607_605_760 / devices, 2 * 32 * 32 * 128 * 2 / devices  # read: no embedding, no vision towers
     before, images = 32 + (history - 1) * (2 * 256 + 7), 2 * 256
     past, new = (before, images) if reused else (0, before + images)
     pairs = sum(past + i + 1 for i in range(new))  # of a new token and one that it sees
-    operations = 2 * weights * new + 32 * 32 * 4 * 128 * pairs
+    operations = 2 * weights * new + 32 * 32 * 4 * 128 * pairs / devices
     t = max((2 * weights + (past + new) * token) / bandwidth, operations / compute)
     return t + sum((2 * weights + (past + new + i) * token) / bandwidth for i in range(1, 7))
 
@@ -375,16 +374,18 @@ def longest_history(period, reused, **machine):
         ("", 1, 0.2, {}),
         ("robot.history=4 robot.rate=10Hz", 4, 0.1, {}),
         ("robot.history=9 robot.rate=2Hz memory=80GiB bandwidth=3350GB/s compute=990TFLOP/s", 9, 0.5, {"bandwidth": 3.35e12, "compute": 990e12}),
-        ("robot.rate=3Hz memory=16GiB bandwidth=20GB/s compute=1PFLOP/s", 1, 1 / 3, {"bandwidth": 20e9, "compute": 1e15}),
+        ("robot.history=9 robot.rate=3Hz memory=16GiB bandwidth=20GB/s compute=1PFLOP/s", 9, 1 / 3, {"bandwidth": 20e9, "compute": 1e15}),
+        ("robot.rate=20Hz robot.history=2 tp=8", 2, 0.05, {"devices": 8}),
     ],
 )  # fmt: skip
 def test_a_control_step_is_recomputed_from_its_parts(numbers, args, history, period, machine):
     answer = numbers("budget=robot", "shape=openvla-7b", *args.split())
     r, near = answer["robot"], {"rel": 1e-9}
     assert (r["tokens_per_step"], r["context"]) == (519, 32 + history * 519)
-    assert r["cache_bytes"] == 524_288 * r["context"]
-    free = answer["setting"]["memory"] - 15_082_474_368
-    assert r["history_fits"] == scanned(lambda n: 524_288 * (32 + 519 * n) <= free)
+    tp = machine.get("devices", 1)
+    assert r["cache_bytes"] == 524_288 // tp * r["context"]
+    free = answer["setting"]["memory"] - 15_082_474_368 // tp
+    assert r["history_fits"] == scanned(lambda n: 524_288 // tp * (32 + 519 * n) <= free)
     assert r["fits"] == (history <= r["history_fits"]) and r["period_seconds"] == pytest.approx(period, **near)
     for suffix, reused in (("", False), ("_reused", True)):
         t = control_step(history, reused, **machine)
@@ -399,6 +400,7 @@ def test_the_history_that_fits_never_takes_more_than_is_free():
     for room in range(60, 400, 7):
         tight = with_memory([shape], s, room, 0)
         longest = robot(shape, tight, r)["history_fits"]
+        assert [robot(shape, tight, r | {"history": longest + more})["fits"] for more in (0, 1)] == [True, False]
         assert 4 + 32 * longest <= costs(shape, tight)["tokens_fit"] < 4 + 32 * (longest + 1), room
 
 
@@ -415,7 +417,7 @@ def half_up(x, digits):
 @example(n=5, shift=1, digits=0)
 @example(n=1, shift=3, digits=2)
 def test_rounding_is_half_upwards(n, shift, digits):
-    assert rounded(n / 2**shift, digits) == half_up(n / 2**shift, digits)  # of exact halves too
+    assert arithmetic.rounded(n / 2**shift, digits) == half_up(n / 2**shift, digits)  # of exact halves too
 
 
 @settings(max_examples=500)
@@ -442,4 +444,4 @@ def test_bytes_at_the_edges_of_their_units(n, text):
     "t, text", [(285.1e-6, "285.1 µs"), (0.0161, "16.1 ms"), (2.5, "2.50 s"), (1e-3, "1.0 ms"), (1, "1.00 s")]
 )
 def test_durations_are_read_in_the_unit_that_suits_them(t, text):
-    assert readable_seconds(t) == text
+    assert arithmetic.readable_seconds(t) == text

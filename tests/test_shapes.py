@@ -375,7 +375,7 @@ def test_a_config_that_is_not_understood_is_refused_in_one_line(config, words):
     [
         ("", "JSON"), ("layers: 3", "JSON"), ("{'a': 1}", "JSON"), ('{"model_type": "llama"', "JSON"), ("[1, 2]", "object"),
         ('"llama"', "object"), ("null", "object"), ("[" * 100_000, "JSON"), ('{"n": ' + "9" * 5000 + "}", "JSON"),
-        (b"\xff\xfe{", "JSON"), ("{}", "model_type"),
+        (b"\xff\xfe{", "JSON"), ("{}", "model_type"), ("{}" + " " * 2**24, "16 MiB"),
     ],
     ids=lambda value: repr(value)[:12],
 )  # fmt: skip
