@@ -4,9 +4,9 @@ The arithmetic before any training: what the KV cache of a model takes, what fit
     python budget.py shape=llama3-8b context=8192 batch=1 kv_dtype=fp16 memory=24GiB bandwidth=1000GB/s tp=1
     python budget.py shape=llama2-70b n_kv=64 memory=80GiB tp=8         were it MHA, over eight devices
     python budget.py shape=llama3-8b draft=smollm2-135m format=json     a draft's cache beside it; the numbers as JSON
-    python budget.py shape=path/to/config.json                          any Hugging Face config, or a folder with one
+    python budget.py shape=path/to/config.json                          a Hugging Face config, or a folder with one
     python budget.py ckpt=mha.pt memory=1GiB bandwidth=30GB/s           a checkpoint of train.py or uptrain.py
-    python budget.py budget=robot shape=openvla-7b robot.history=4      does a robot policy meet its control rate?
+    python budget.py budget=robot shape=openvla-7b robot.history=3      does a robot policy meet its control rate?
 
 Prints bytes a token and for the context; MHA, GQA and MQA side by side; the tokens and conversations that fit beside the
 weights; whether weights or cache weigh more, and from where on; the decode floor; precisions with scales, zero points and
@@ -23,7 +23,6 @@ from cli import InputError, nearest, script
 from kv_cache.accounting import heads_per_device
 from shapes import Shape, checkpoint_shape, find_shape
 
-MOST = 2**32  # of anything that is counted
 UNITS = {  # the last of each is the usual one
     "memory": {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "TiB": 2**40, "GiB": 2**30},
     "bandwidth": {"B/s": 1, "MB/s": 1e6, "TB/s": 1e12, "MiB/s": 2**20, "GiB/s": 2**30, "TiB/s": 2**40, "GB/s": 1e9},
@@ -32,9 +31,9 @@ UNITS = {  # the last of each is the usual one
 }
 
 
-def check_whole(key, value, least=1):
-    if value is not None and not least <= value <= MOST:
-        raise ValueError(f"{key}={value} is not allowed: a whole number from {least} to {MOST:,}")
+def check_whole(key, value, least=1, most=2**32):
+    if value is not None and not least <= value <= most:
+        raise ValueError(f"{key}={value} is not allowed: a whole number from {least} to {most:,}")
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,12 @@ class Robot:
 
     def __post_init__(self):
         for key in ("cameras", "image_tokens", "prompt_tokens", "action_tokens", "history"):
-            check_whole(f"robot.{key}", getattr(self, key))
+            check_whole(f"robot.{key}", getattr(self, key), most=2**20)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    name: str
+    name: str | None
 
 
 @dataclass(frozen=True)
@@ -99,14 +98,20 @@ def quantity(key, value):
         what = f"unknown unit {match[2]}{nearest(match[2], units)}" if match[2] else "the unit is missing"
         raise InputError(f"{key}={value}: {what} (units: {', '.join(units)})")
     number = float(match[1]) * units[match[2]] if match else 0.0
-    if not 0 < number < float("inf") or (key == "memory" and number < 1):  # there is no half a byte
-        raise InputError(f"{key}={value} is not allowed: a positive number and a unit, such as {key}=24{list(units)[-1]}")
+    if not (1 if key == "memory" else 1e-3) <= number < 1e24:  # there is no half a byte
+        raise InputError(f"{key}={value} is not allowed: a sensible number and its unit, such as {key}=24{list(units)[-1]}")
     return int(number) if key == "memory" else number
 
 
 def setting(cfg):
     """(shape, s) of the script's settings: what to count, as plain dicts. InputError for what cannot be."""
-    shape = checkpoint_shape(cfg.ckpt) if cfg.ckpt else find_shape("shape", cfg.shape.name)
+    if cfg.ckpt is not None and cfg.shape.name is not None:
+        raise InputError(f"give shape={cfg.shape.name} or ckpt={cfg.ckpt}, not both")
+    shape = (
+        find_shape("shape", "llama3-8b" if cfg.shape.name is None else cfg.shape.name)
+        if cfg.ckpt is None
+        else checkpoint_shape(cfg.ckpt)
+    )
     dials = {key: getattr(cfg, key) for key in ("n_layer", "n_kv", "head_dim")}
     for key, value in dials.items():
         if value is not None and shape["latent"]:
@@ -118,7 +123,7 @@ def setting(cfg):
     s = {key: getattr(cfg, key) for key in ("batch", "kv_dtype", "group", "residual", "weight_dtype", "tp")}
     s["context"] = cfg.context or shape["context"]
     s |= {key: quantity(key, getattr(cfg, key)) for key in ("memory", "bandwidth", "compute")}
-    s["draft"] = find_shape("draft", cfg.draft) if cfg.draft else None
+    s["draft"] = None if cfg.draft is None else find_shape("draft", cfg.draft)
     for model in filter(None, (shape, s["draft"])):
         if not shards(model["n_head"], model["n_kv"], cfg.tp):
             fine = [tp for tp in divisors(model["n_head"]) if shards(model["n_head"], model["n_kv"], tp)]
@@ -134,12 +139,17 @@ def count(n, none):
     return none if n is None else f"{n:,}"
 
 
+def some(n, what):
+    """'1 KV head', '8,192 tokens'."""
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
+
+
 def columns(title, rows, align):
     """Print rows of text in aligned columns; align holds < or > for each column."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(align))]
     print(f"\n{title}")
     for row in rows:
-        print("  " + "   ".join(f"{cell:{side}{w}}" for cell, side, w in zip(row, align, widths, strict=True)).rstrip())
+        print("  " + "  ".join(f"{cell:{side}{w}}" for cell, side, w in zip(row, align, widths, strict=True)).rstrip())
 
 
 def heads_name(shape, n_kv):
@@ -149,36 +159,44 @@ def heads_name(shape, n_kv):
 
 
 def print_budget(shape, s, b):
-    own, tokens = b["own"], f"{s['context']:,} tokens"
-    sequences = "one sequence" if s["batch"] == 1 else f"{s['batch']:,} sequences"
+    own, tokens, sequences = b["own"], some(s["context"], "token"), some(s["batch"], "sequence")
     heads = (
         f"a latent vector of {shape['latent']} numbers"
         if shape["latent"]
-        else f"{shape['n_kv']} KV heads of {shape['head_dim']}"
+        else f"{some(shape['n_kv'], 'KV head')} of {shape['head_dim']}"
     )
-    print(f"{shape['name']}: {shape['n_layer']} layers, {shape['n_head']} query heads, {heads}, {shape['params']:,} weights")
+    print(
+        f"{shape['name']}: {some(shape['n_layer'], 'layer')}, {some(shape['n_head'], 'query head')}, {heads}, {shape['params']:,} weights"
+    )
     if shape["windowed"]:
-        print(f"{shape['windowed']} of its layers hold no more than the newest {shape['window']:,} tokens")
-    if s["context"] > shape["context"]:
-        print(f"note: {tokens} are more than the {shape['context']:,} it was made for")
+        of = "all" if shape["windowed"] == shape["n_layer"] else f"{shape['windowed']:,}"
+        print(f"{of} of its layers hold no more than the newest {some(shape['window'], 'token')}")
     if s["tp"] > 1:
-        print(f"on each of {s['tp']} devices: {heads_per_device(shape['n_kv'], s['tp'])} KV heads" if not shape["latent"] else
-              f"on each of {s['tp']} devices: the whole latent cache")  # fmt: skip
+        held = "the whole latent cache" if shape["latent"] else some(heads_per_device(shape["n_kv"], s["tp"]), "KV head")
+        print(f"on each of {s['tp']} devices: {held}")
+    for model in (shape, s["draft"]):
+        if model and s["context"] > model["context"]:
+            print(f"note: {tokens} are more than the {model['context']:,} that {model['name']} was made for")
     if own["free_bytes"] < 0:
         left, fits = "nothing", f"the weights alone need {readable(-own['free_bytes'])} more"
     else:
         left = readable(own["free_bytes"])
-        fits = f"fits {count(own['tokens_fit'], 'any number of')} tokens, or {own['conversations_fit']:,} conversations of {tokens}"
-    longer, wider = (count(own[f"crossover_{what}"], "no number of") for what in ("tokens", "batch"))
+        fits = f"fits {'any number of tokens' if own['tokens_fit'] is None else some(own['tokens_fit'], 'token')}, or "
+        fits += f"{some(own['conversations_fit'], 'conversation')} of {tokens}"
+    if own["free_bytes"] >= 0 and not own["fits"]:
+        print(f"note: {sequences} of {tokens} do not fit beside the weights; their speed is what more memory would allow")
+    longer = "at no length" if own["crossover_tokens"] is None else f"from {some(own['crossover_tokens'], 'token')} a sequence"
+    wider = (
+        "with no number of them"
+        if own["crossover_batch"] is None
+        else f"from {some(own['crossover_batch'], 'sequence')} on"
+    )
+    full = ", every window is full" if own["bytes_per_token"] == 0 else ""
     rows = [
-        ("one more token", readable(own["bytes_per_token"]), f"{s['kv_dtype']}, one sequence"),
+        ("one more token", readable(own["bytes_per_token"]), f"{s['kv_dtype']}, in one sequence{full}"),
         (f"{tokens}, {sequences}", readable(own["cache_bytes"]), f"{own['cache_bytes']:,} bytes"),
-        (
-            "weights",
-            readable(own["weight_bytes"]),
-            f"{s['weight_dtype']}; a step reads {readable(own['weight_bytes_read'])} of them",
-        ),
-    ]
+        ("weights", readable(own["weight_bytes"]), f"{s['weight_dtype']}; a step reads {readable(own['weight_bytes_read'])} of them"),
+    ]  # fmt: skip
     if b["draft"]:
         d = b["draft"]
         rows += [
@@ -187,8 +205,8 @@ def print_budget(shape, s, b):
         ]  # fmt: skip
     rows += [
         (f"left of {readable(s['memory'])}", left, fits),
-        ("a step reads more of", own["larger"], f"the cache leads from {longer} tokens a sequence, or from {wider} sequences, on"),
-        ("decode floor", readable_seconds(own["floor_seconds"]), f"a step at {s['bandwidth'] / 1e9:,.0f} GB/s: at most {own['tokens_per_second']:,.1f} tokens/s"),
+        ("a step reads more of", own["larger"], f"the cache leads {longer}, or {wider}"),
+        ("decode floor", readable_seconds(own["floor_seconds"]), f"a step at {s['bandwidth'] / 1e9:,g} GB/s: at most {own['tokens_per_second']:,.1f} tokens/s"),
     ]  # fmt: skip
     columns("KV cache, weights, speed", rows, "<><")
 
@@ -218,7 +236,14 @@ def print_budget(shape, s, b):
     rows = [("", "cache", "bits a value", "of which")]
     for row in b["precision"]:
         parts = ", ".join(f"{name} {readable(n)}" for name, n in row["parts"].items()) if len(row["parts"]) > 2 else ""
-        rows.append((row["kv_dtype"], readable(row["cache_bytes"]), f"{row['bits_per_value']:.2f}", parts))
+        rows.append(
+            (
+                row["kv_dtype"] + (" *" if row["kv_dtype"] == s["kv_dtype"] else ""),
+                readable(row["cache_bytes"]),
+                f"{row['bits_per_value']:.2f}",
+                parts,
+            )
+        )
     columns(
         f"Precision, every stored byte counted (intN: groups of {s['group']}, newest {s['residual']} tokens in 16 bits)",
         rows,
@@ -244,26 +269,30 @@ def print_budget(shape, s, b):
             break
 
 
-def print_robot(s, r, b):
+def print_robot(shape, s, r, b):
     period = readable_seconds(b["period_seconds"])
 
     def verdict(t, longest):
-        fits = "no history does" if longest == 0 else f"up to {count(longest, 'any number of')} control steps do"
-        return f"{'meets' if t <= b['period_seconds'] else 'misses'} the {period} of a control step; {fits}"
+        longest = min((n for n in (longest, b["history_fits"]) if n is not None), default=None)
+        history = {0: "no history", None: "any history"}.get(longest, f"a history of up to {longest}")
+        does = "would meet" if not b["fits"] and t <= b["period_seconds"] else "meets" if t <= b["period_seconds"] else "misses"
+        return f"{does} the {period} of a control step; {history} fits and does"
 
     rows = [
-        ("a control step", f"{b['tokens_per_step']:,} tokens", f"{r['cameras']} x {r['image_tokens']} of images, {r['action_tokens']:,} of the action"),
+        ("a control step", f"{b['tokens_per_step']:,} tokens", f"{r['cameras']:,} x {r['image_tokens']:,} of images, {r['action_tokens']:,} of the action"),
         (f"{r['history']:,} in the context", f"{b['context']:,} tokens", f"cache {readable(b['cache_bytes'])}; " + (
-            f"memory for {count(b['history_fits'], 'any number of')} control steps" if b["fits"] else "does not fit beside the weights")),
+            f"memory for {count(b['history_fits'], 'any number')}" if b["fits"] else "does not fit beside the weights")),
         ("all read anew", readable_seconds(b["seconds"]), verdict(b["seconds"], b["history_meets"])),
         ("prefix reused", readable_seconds(b["seconds_reused"]), verdict(b["seconds_reused"], b["history_meets_reused"])),
     ]  # fmt: skip
     columns(
-        f"Robot, batch 1: at least this much time at {s['bandwidth'] / 1e9:,.0f} GB/s and {s['compute'] / 1e12:,.0f} TFLOP/s",
+        f"Robot, batch 1: at least this much time at {s['bandwidth'] / 1e9:,g} GB/s and {s['compute'] / 1e12:,g} TFLOP/s",
         rows,
         "<><",
     )
     print("  The language model alone: a vision tower's own time comes on top.")
+    if b["context"] > shape["context"]:
+        print(f"  note: {some(b['context'], 'token')} are more than the {shape['context']:,} that {shape['name']} was made for")
 
 
 @script("budget", Settings)
@@ -278,7 +307,7 @@ def main(cfg):
         return
     print_budget(shape, s, numbers)
     if r:
-        print_robot(s, r, numbers["robot"])
+        print_robot(shape, s, r, numbers["robot"])
 
 
 if __name__ == "__main__":

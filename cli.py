@@ -27,10 +27,11 @@ class InputError(ValueError):
     """A wrong input. Its message is one line: the value, what is allowed, the nearest fix. Scripts exit with code 2."""
 
 
-def nearest(word, allowed):
-    """', did you mean X?' when something allowed is close to the word, else ''."""
-    match = difflib.get_close_matches(str(word), [str(a) for a in allowed], n=1, cutoff=0.5)
-    return f", did you mean {match[0]}?" if match else ""
+def nearest(word, allowed, cutoff=0.5):
+    """', did you mean X?' when something allowed is close to the word, whatever its case, else ''."""
+    names = {str(a).lower(): a for a in allowed}
+    match = difflib.get_close_matches(str(word).lower(), names, n=1, cutoff=cutoff)
+    return f", did you mean {names[match[0]]}?" if match else ""
 
 
 def strict(cls, values, where=""):
@@ -125,6 +126,13 @@ def script(config_name, settings):
 
     def decorate(function):
         def main():
+            try:
+                run()
+                sys.stdout.flush()
+            except BrokenPipeError:
+                stop_writing()
+
+        def run():
             arguments = sys.argv[1:]
             if any(a in ("--help", "-h") for a in arguments):
                 show_help(config_name, sys.modules[function.__module__].__doc__)
@@ -156,6 +164,8 @@ def script(config_name, settings):
                     except MissingMandatoryValue as error:
                         raise InputError(f"{error.full_key}=… is needed (--help says what it is)") from None
                     return function(strict(settings, values))
+                except BrokenPipeError:
+                    stop_writing()
                 except Exception as error:
                     if not multirun and isinstance(error, InputError):
                         fail(str(error))
@@ -189,6 +199,14 @@ def script(config_name, settings):
     return decorate
 
 
+def stop_writing():
+    """End without a word when nobody reads any more: `| head` has seen enough."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(1)
+
+
 def fail(message):
-    print(f"error: {message}", file=sys.stderr)
+    """End with one line: what came from a file or the command line may have been more."""
+    line = " ".join(message.splitlines())
+    print(f"error: {line if len(line) < 2000 else line[:2000] + '…'}", file=sys.stderr)
     sys.exit(2)

@@ -42,6 +42,8 @@ class Shape:
                 least = 1 if f.name in ("n_layer", "n_head", "n_kv", "head_dim", "n_embd", "context", "params", "window") else 0
                 if value < least:
                     raise ValueError(f"{f.name}={value} is not a whole number of at least {least}")
+        if self.n_head > 2**16:
+            raise ValueError(f"n_head={self.n_head} is more heads than a model has: at most {2**16}")
         if self.n_head % self.n_kv:
             allowed = [d for d in range(1, self.n_head + 1) if self.n_head % d == 0]
             raise ValueError(f"n_kv={self.n_kv} does not divide n_head={self.n_head}: n_kv can be {allowed}")
@@ -67,6 +69,8 @@ def find_shape(key, name):
         if path.suffix != ".json":
             known = presets()
             raise InputError(f"no such shape or config.json{nearest(name, known)} (shapes: {', '.join(known)})")
+        if not path.is_file():
+            raise InputError("no such file")
         return asdict(huggingface_shape(read_json(path), path.parent.name if path.name == "config.json" else path.stem))
     except (InputError, OSError) as error:
         what = error.strerror if isinstance(error, OSError) else error
@@ -124,12 +128,18 @@ def huggingface_shape(config, name):
     head; layers with a sliding window and latent caches are counted as such. InputError naming what is not understood.
     A model of several parts (a text_config) is counted by its text part only.
     """
-    c = config.get("text_config", config)
+    c = config if config.get("text_config") is None else config["text_config"]
     if not isinstance(c, dict):
         raise InputError("text_config is no JSON object")
+    if c is not config:
+        name = f"{name}, text part"
+        c = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config} | c
     family = c.get("model_type")
     if family not in FAMILIES:
-        raise InputError(f"model_type={family!r} is not understood{nearest(family, FAMILIES)} (known: {', '.join(FAMILIES)})")
+        near = nearest(family, FAMILIES, cutoff=0.8)
+        raise InputError(f"model_type={family!r} is not understood{near} (known: {', '.join(FAMILIES)})")
+    if c.get("quantization_config"):
+        raise InputError("quantization_config, weights of few bits, is not understood: without it weight_dtype is counted")
     gpt2 = family in ("gpt2", "gpt_bigcode")
     missing = object()
 
@@ -139,8 +149,14 @@ def huggingface_shape(config, name):
             return default
         if key not in c:
             raise InputError(f"the config has no {key}")
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InputError(f"{key}={value!r} is not a whole number of at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**32:
+            raise InputError(f"{key}={repr(value)[:50]} is not a whole number from {least} to 2^32")
+        return value
+
+    def flag(key, default):
+        value = c.get(key, default)
+        if not isinstance(value, bool):
+            raise InputError(f"{key}={value!r} is neither true nor false")
         return value
 
     n_layer = number("n_layer" if gpt2 else "num_hidden_layers")
@@ -149,20 +165,20 @@ def huggingface_shape(config, name):
     context = number("n_positions" if gpt2 else "max_position_embeddings")
     vocab = number("vocab_size")
     if family == "gpt_bigcode":
-        n_kv = 1 if c.get("multi_query", True) else n_head
+        n_kv = 1 if flag("multi_query", True) else n_head
     else:
         n_kv = n_head if family in ("gpt2", "gpt_neox") else number("num_key_value_heads", n_head)
     if c.get("head_dim") is None and n_embd % n_head and not family.startswith("deepseek"):
         raise InputError(f"hidden size {n_embd} is not divisible by {n_head} heads, and there is no head_dim")
     head_dim = number("head_dim", n_embd // n_head)
-    tied = c.get("tie_word_embeddings", family in TIED)
+    tied = flag("tie_word_embeddings", family in TIED)
     table = vocab * n_embd
     shape = {"name": name, "n_layer": n_layer, "n_head": n_head, "n_kv": n_kv, "head_dim": head_dim, "n_embd": n_embd}
     shape |= {"context": context, "qkv_bias": False, **windows(c, family, n_layer, number)}
 
     if family in ("gpt2", "gpt_bigcode", "gpt_neox"):
         n_inner = number("intermediate_size") if family == "gpt_neox" else number("n_inner", 4 * n_embd)
-        bias = c.get("attention_bias", True)
+        bias = flag("attention_bias", True)
         layer = 2 * n_embd * n_inner + n_inner + n_embd  # two matrices with biases
         layer += 4 * n_embd + (n_embd if bias else 0)  # two norms with biases; the output projection's
         positions = context * n_embd if gpt2 else 0
@@ -173,7 +189,7 @@ def huggingface_shape(config, name):
     outside, unread = table + n_embd + (0 if tied else table), 0 if tied else table
     if family.startswith("deepseek"):
         return deepseek_shape(c, number, shape, outside, unread)
-    bias = family == "qwen2" or c.get("attention_bias", False)
+    bias = family == "qwen2" or flag("attention_bias", False)
     layer = (4 if family in ("gemma2", "gemma3_text") else 2) * n_embd  # norms
     layer += 2 * head_dim if family in ("qwen3", "qwen3_moe", "gemma3_text") else 0  # norms of queries and keys
     layer += n_embd if bias and family != "qwen2" else 0
@@ -191,8 +207,8 @@ def huggingface_shape(config, name):
         shape |= mixture(experts, number("num_experts_per_tok"), n_layer, n_embd, number("moe_intermediate_size"))
         layer += n_embd * shape["n_experts"]
     else:
-        layer += 3 * n_embd * n_inner + ((2 * n_inner + n_embd) if c.get("mlp_bias") else 0)
-    return finish(shape | {"qkv_bias": bool(bias)}, n_layer * layer + shape.get("expert_params", 0), outside, unread)
+        layer += 3 * n_embd * n_inner + ((2 * n_inner + n_embd) if flag("mlp_bias", False) else 0)
+    return finish(shape | {"qkv_bias": bias}, n_layer * layer + shape.get("expert_params", 0), outside, unread)
 
 
 def windows(c, family, n_layer, number):

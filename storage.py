@@ -52,6 +52,8 @@ def load_checkpoint(path, device="cpu"):
         checkpoint = torch.load(path, map_location=device, weights_only=True)  # runs no code from the file
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if reason.startswith("Weights only load failed"):  # torch's advice is to switch the safety off
+            reason = "it is none, or holds more than tensors and plain values"
         raise InputError(f"{path} cannot be read as a checkpoint: {reason}") from None
     needed = {"model", "model_config", "iteration", "tokenizer", "data", "config", "seed"}
     if not isinstance(checkpoint, dict) or needed - checkpoint.keys():

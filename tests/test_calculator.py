@@ -4,9 +4,10 @@ import json
 import random
 import re
 import shutil
+from decimal import ROUND_HALF_UP, Decimal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from py_mini_racer import MiniRacer
 
@@ -17,6 +18,8 @@ from shapes import find_shape, presets
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt install chromium")
 SHAPES = {name: find_shape("shape", name) for name in presets()}
+
+KIB, MIB = 2**10, 2**20
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the translated functions, in V8 without a browser
@@ -98,6 +101,45 @@ def test_bytes_and_durations_are_written_the_same(javascript, n):
     assert rounded(n % 1e12, 2) == javascript("rounded", n % 1e12, 2)
 
 
+def half_up(x, digits):
+    return str(Decimal(x).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
+
+
+@settings(max_examples=500)
+@given(n=st.integers(0, 10**9), shift=st.integers(0, 12), digits=st.integers(0, 3))
+@example(n=5, shift=1, digits=0)
+@example(n=1, shift=3, digits=2)
+def test_rounding_is_half_upwards(n, shift, digits):
+    assert rounded(n / 2**shift, digits) == half_up(n / 2**shift, digits)  # of exact halves too
+
+
+@settings(max_examples=500)
+@given(st.one_of(st.integers(0, 2**60), st.builds(lambda k, m: k * 2**m, st.integers(0, 2**12), st.integers(0, 48))))
+def test_bytes_are_read_with_three_digits_in_the_unit_that_suits_them(n):
+    text, unit = readable(n).split(" ")
+    power = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"].index(unit)
+    exact, digits = Decimal(n) / 1024**power, len(text.partition(".")[2])
+    assert text == half_up(exact, digits)
+    assert len(text.replace(".", "")) == 3 or power == digits == 0 or exact >= 999.5
+    assert power == 0 or Decimal("0.9995") < exact and (exact < 1023.5 or power == 5)
+
+
+@pytest.mark.parametrize(
+    "n, text",
+    [(0, "0 bytes"), (512, "512 bytes"), (1023, "1023 bytes"), (1024, "1.00 KiB"), (36864, "36.0 KiB"), (2**30, "1.00 GiB"),
+     (999.5 * MIB, "1000 MiB"), (1023.4 * MIB, "1023 MiB"), (1023.5 * MIB, "1.00 GiB"), (9.995 * KIB, "10.0 KiB"), (99.95 * KIB, "100 KiB"), (546.75 * MIB, "547 MiB")],
+)  # fmt: skip
+def test_bytes_at_the_edges_of_their_units(n, text):
+    assert readable(n) == text
+
+
+@pytest.mark.parametrize(
+    "t, text", [(285.1e-6, "285.1 µs"), (0.0161, "16.1 ms"), (2.5, "2.50 s"), (1e-3, "1.0 ms"), (1, "1.00 s")]
+)
+def test_durations_are_read_in_the_unit_that_suits_them(t, text):
+    assert readable_seconds(t) == text
+
+
 def test_the_page_needs_no_network():
     text = page()
     head, ours = text[: text.index("<script>")], text[text.rindex("<script>") :]  # between them Plotly and the functions
@@ -165,8 +207,8 @@ def check(tab, call):
     want = {key: readable(own[key]) for key in ("conversation_bytes", "cache_bytes", "weight_bytes", "bytes_per_token")}
     want["larger"] = own["larger"]
     want["floor_seconds"] = readable_seconds(own["floor_seconds"])
-    want["crossover_tokens"] = whole(own["crossover_tokens"], "no number of")
-    want["crossover_batch"] = whole(own["crossover_batch"], "no number of")
+    want["crossover_tokens"] = whole(own["crossover_tokens"], "at no length")
+    want["crossover_batch"] = whole(own["crossover_batch"], "with no number")
     if b["setting"]["tp"] > 1:
         want["cache_bytes_all_devices"] = readable(own["cache_bytes_all_devices"])
     if own["free_bytes"] >= 0:
@@ -253,14 +295,29 @@ def test_an_address_that_cannot_be_is_said_and_left_out(visit, call):
         ("shape=nanogqa&tp=3", "tp=3 is not possible"),
         ("shape=deepseek-v3&kv_dtype=int2", "kv_dtype=int2 is not possible"),
         ("n_layer=1e99&batch=NaN", "batch=NaN is not possible here, n_layer=1e99 is not possible here"),
+        ("memory=GiB80&context=0x100", "context=0x100 is not possible here, memory=GiB80 is not possible here"),
         ("shape=__proto__", "shape=__proto__ is unknown"),
         ("<img src=x onerror=alert(1)>", "<img src is unknown"),
     ]:
         tab.evaluate("address => { location.hash = address }", address)
         tab.wait_for_function("says => document.getElementById('note').textContent.includes(says)", arg=says, timeout=5000)
         check(tab, call)
-    tab.evaluate("location.hash = 'shape=gpt2-xl'")
-    tab.wait_for_function("document.getElementById('note').hidden")
+    tab.focus("#context")
+    tab.keyboard.press("ArrowRight")
+    assert tab.locator("#note").is_hidden()  # what was wrong is gone
+
+
+@needs_chromium
+@pytest.mark.parametrize("address", ["context=1", "context=16777216", "memory=22.5GiB&bandwidth=25.6GB/s", "batch=65536&tp=32"])
+def test_the_chart_has_room_for_what_is_set(visit, call, address):
+    tab = visit(f"#{address}")
+    own = check(tab, call)["own"]
+    (low, high), (bottom, top) = tab.evaluate(
+        "[chart.layout.xaxis.range, chart.layout.yaxis.range].map(r => r.map(x => 10 ** x))"
+    )
+    context, left = tab.evaluate("chart.data.at(-1).x[0]"), tab.evaluate("chart.layout.shapes[1].y0")
+    assert low * (1 - 1e-9) <= context <= high * (1 + 1e-9)
+    assert bottom <= own["cache_bytes"] / 2**30 <= top and bottom <= left == own["free_bytes"] / 2**30 <= top
 
 
 @needs_chromium

@@ -313,7 +313,10 @@ def test_a_folder_its_config_and_a_file_of_any_name_count_the_same(numbers, tmp_
 
 def test_of_a_model_of_several_parts_the_text_part_is_counted():
     whole = {"model_type": "llava", "vision_config": {"num_hidden_layers": 99}, "hidden_size": 1, "text_config": SMALL}
-    assert huggingface_shape(whole, "small") == huggingface_shape(SMALL, "small")
+    assert huggingface_shape(whole, "vlm") == huggingface_shape(SMALL, "vlm, text part")  # says what it leaves out
+    tied = huggingface_shape(whole | {"tie_word_embeddings": True}, "vlm")  # where such configs say it
+    assert tied == huggingface_shape(SMALL | {"tie_word_embeddings": True}, "vlm, text part")
+    assert huggingface_shape(SMALL | {"text_config": None}, "small") == huggingface_shape(SMALL, "small")
 
 
 GEMMA2, QWEN2 = PUBLISHED["gemma2-2b"], PUBLISHED["qwen2-0.5b"]
@@ -342,6 +345,10 @@ GEMMA2, QWEN2 = PUBLISHED["gemma2-2b"], PUBLISHED["qwen2-0.5b"]
         (SMALL | {"num_key_value_heads": 16}, "n_kv=16 n_head=8"),
         (SMALL | {"head_dim": -8}, "head_dim=-8"),
         (SMALL | {"vocab_size": [31]}, "vocab_size=[31]"),
+        (SMALL | {"vocab_size": 10**400}, "vocab_size=1000"),
+        (SMALL | {"tie_word_embeddings": "false"}, "tie_word_embeddings='false'"),
+        (SMALL | {"attention_bias": "no"}, "attention_bias='no'"),
+        (SMALL | {"quantization_config": {"bits": 4}}, "quantization_config"),
         (SMALL | {"text_config": [SMALL]}, "text_config"),
         ({"text_config": {"model_type": "llama"}}, "num_hidden_layers"),
         (PUBLISHED["mistral-7b"] | {"sliding_window": True}, "sliding_window=True"),
