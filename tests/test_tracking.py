@@ -113,7 +113,7 @@ def test_config_becomes_plain_and_filterable():
 
 def test_provenance_inside_and_outside_a_checkout(tmp_path, monkeypatch):
     found = provenance()
-    assert found["torch"] == torch.__version__ and "cores" in found["machine"]
+    assert torch.__version__.startswith(found["torch"]) and "cores" in found["machine"]
     json.dumps(found)
     monkeypatch.setattr(tracking, "__file__", str(tmp_path / "tracking.py"))
     assert provenance() | {"commit": "unknown", "dirty": False} == provenance()
