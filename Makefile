@@ -82,7 +82,7 @@ sync: $(READY)  ## upload the offline runs to wandb.ai and make a workspace ther
 	$(PY) analysis/dashboard.py sync=true $(ARGS)
 
 test: $(READY)  ## the test suite (under 10 minutes on 2 cores)
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -m "not slow" -n auto --dist loadfile
 
 test-slow: $(READY)  ## the minutes-long tests
 	$(PY) -m pytest -m slow
