@@ -20,6 +20,11 @@ def having(values, key, value):
     return other
 
 
+def heads(n_kv, n_head):
+    """What a number of KV heads is called."""
+    return "MHA" if n_kv == n_head else "MQA" if n_kv == 1 else f"GQA-{n_kv}"
+
+
 def attention_params(shape):
     """Weights of one layer's query, key, value and output projections (biases of the first three included)."""
     n_head, n_kv, head_dim = shape["n_head"], shape["n_kv"], shape["head_dim"]
@@ -44,7 +49,7 @@ def cache_parts(shape, s, tokens, batch):
         return {"latent": latent_nbytes(n_layer, shape["latent"], tokens, batch, bits // 8)}
     n_kv, head_dim = heads_per_device(shape["n_kv"], s["tp"]), shape["head_dim"]
     near = min(tokens, shape["window"]) if windowed else 0  # tokens held by a layer with a sliding window
-    if s["kv_dtype"] in ("int8", "int4", "int2"):
+    if s["kv_dtype"].startswith("int"):
         parts = kivi_nbytes(n_layer - windowed, n_kv, head_dim, tokens, batch, bits, s["group"], s["residual"])
         more = kivi_nbytes(windowed, n_kv, head_dim, near, batch, bits, s["group"], s["residual"])
         for name in more:
@@ -179,11 +184,11 @@ def shards(n_head, n_kv, tp):
 
 def budget(shape, s):
     """All numbers of a shape under a setting, as plain values: what is printed, format=json, and the page."""
-    heads, precision, parallel = [], [], []
+    arms, precision, parallel = [], [], []
     for n_kv in dial(shape):
         other = resized(shape, shape["n_layer"], n_kv, shape["head_dim"])
         if shards(shape["n_head"], n_kv, s["tp"]):
-            heads.append(costs(other, s))
+            arms.append(costs(other, s))
         devices = []
         for tp in divisors(shape["n_head"]):
             if (tp <= 8 or tp == s["tp"]) and shards(shape["n_head"], n_kv, tp):
@@ -193,7 +198,7 @@ def budget(shape, s):
         parallel.append({"n_kv": n_kv, "devices": devices})
     values = cache_nbytes(shape, having(s, "kv_dtype", "fp16"), s["context"], s["batch"]) / 2
     for kv_dtype in ROWS if s["kv_dtype"] in ROWS else [s["kv_dtype"]] + ROWS:
-        if shape["latent"] and kv_dtype in ("int8", "int4", "int2"):
+        if shape["latent"] and kv_dtype.startswith("int"):
             continue
         setting = having(s, "kv_dtype", kv_dtype)
         parts = cache_parts(shape, setting, s["context"], s["batch"])
@@ -202,7 +207,7 @@ def budget(shape, s):
     return {
         "own": costs(shape, s),
         "draft": costs(s["draft"], having(s, "draft", None)) if s["draft"] else None,
-        "heads": heads,
+        "heads": arms,
         "precision": precision,
         "parallel": parallel,
     }

@@ -18,7 +18,7 @@ import json
 import re
 from dataclasses import asdict, dataclass
 
-from arithmetic import BITS, budget, divisors, readable, readable_seconds, resized, robot, shards
+from arithmetic import BITS, budget, divisors, heads, readable, readable_seconds, resized, robot, shards
 from cli import InputError, nearest, script
 from kv_cache.accounting import heads_per_device
 from shapes import Shape, checkpoint_shape, find_shape
@@ -107,11 +107,10 @@ def setting(cfg):
     """(shape, s) of the script's settings: what to count, as plain dicts. InputError for what cannot be."""
     if cfg.ckpt is not None and cfg.shape.name is not None:
         raise InputError(f"give shape={cfg.shape.name} or ckpt={cfg.ckpt}, not both")
-    shape = (
-        find_shape("shape", "llama3-8b" if cfg.shape.name is None else cfg.shape.name)
-        if cfg.ckpt is None
-        else checkpoint_shape(cfg.ckpt)
-    )
+    if cfg.ckpt is not None:
+        shape = checkpoint_shape(cfg.ckpt)
+    else:
+        shape = find_shape("shape", "llama3-8b" if cfg.shape.name is None else cfg.shape.name)
     dials = {key: getattr(cfg, key) for key in ("n_layer", "n_kv", "head_dim")}
     for key, value in dials.items():
         if value is not None and shape["latent"]:
@@ -127,9 +126,8 @@ def setting(cfg):
     for model in filter(None, (shape, s["draft"])):
         if not shards(model["n_head"], model["n_kv"], cfg.tp):
             fine = [tp for tp in divisors(model["n_head"]) if shards(model["n_head"], model["n_kv"], tp)]
-            raise InputError(
-                f"tp={cfg.tp} cannot share the {model['n_head']} query and {model['n_kv']} KV heads of {model['name']}: tp can be {fine}"
-            )
+            what = f"{model['n_head']} query and {model['n_kv']} KV heads of {model['name']}"
+            raise InputError(f"tp={cfg.tp} cannot share the {what}: tp can be {fine}")
         if model["latent"] and cfg.kv_dtype.startswith("int"):
             raise InputError(f"kv_dtype={cfg.kv_dtype}: the latent cache of {model['name']} can be fp32, fp16, bf16 or fp8")
     return shape, s
@@ -152,22 +150,17 @@ def columns(title, rows, align):
         print("  " + "  ".join(f"{cell:{side}{w}}" for cell, side, w in zip(row, align, widths, strict=True)).rstrip())
 
 
-def heads_name(shape, n_kv):
-    if shape["latent"]:
-        return "latent"
-    return "MHA" if n_kv == shape["n_head"] else "MQA" if n_kv == 1 else f"GQA-{n_kv}"
+def kind(shape, n_kv):
+    return "latent" if shape["latent"] else heads(n_kv, shape["n_head"])
 
 
 def print_budget(shape, s, b):
     own, tokens, sequences = b["own"], some(s["context"], "token"), some(s["batch"], "sequence")
-    heads = (
-        f"a latent vector of {shape['latent']} numbers"
-        if shape["latent"]
-        else f"{some(shape['n_kv'], 'KV head')} of {shape['head_dim']}"
-    )
-    print(
-        f"{shape['name']}: {some(shape['n_layer'], 'layer')}, {some(shape['n_head'], 'query head')}, {heads}, {shape['params']:,} weights"
-    )
+    held = f"{some(shape['n_kv'], 'KV head')} of {shape['head_dim']}"
+    if shape["latent"]:
+        held = f"a latent vector of {shape['latent']} numbers"
+    layers = f"{some(shape['n_layer'], 'layer')}, {some(shape['n_head'], 'query head')}"
+    print(f"{shape['name']}: {layers}, {held}, {shape['params']:,} weights")
     if shape["windowed"]:
         of = "all" if shape["windowed"] == shape["n_layer"] else f"{shape['windowed']:,}"
         print(f"{of} of its layers hold no more than the newest {some(shape['window'], 'token')}")
@@ -186,11 +179,9 @@ def print_budget(shape, s, b):
     if own["free_bytes"] >= 0 and not own["fits"]:
         print(f"note: {sequences} of {tokens} do not fit beside the weights; their speed is what more memory would allow")
     longer = "at no length" if own["crossover_tokens"] is None else f"from {some(own['crossover_tokens'], 'token')} a sequence"
-    wider = (
-        "with no number of them"
-        if own["crossover_batch"] is None
-        else f"from {some(own['crossover_batch'], 'sequence')} on"
-    )
+    wider = "with no number of them"
+    if own["crossover_batch"] is not None:
+        wider = f"from {some(own['crossover_batch'], 'sequence')} on"
     full = ", every window is full" if own["bytes_per_token"] == 0 else ""
     rows = [
         ("one more token", readable(own["bytes_per_token"]), f"{s['kv_dtype']}, in one sequence{full}"),
@@ -211,22 +202,11 @@ def print_budget(shape, s, b):
     columns("KV cache, weights, speed", rows, "<><")
 
     rows = [
-        (
-            "",
-            "KV heads",
-            "a token more",
-            "cache",
-            "weights",
-            "tokens fit",
-            "conversations",
-            "cache leads from",
-            "floor",
-            "tokens/s",
-        )
-    ]
+        ("", "KV heads", "a token more", "cache", "weights", "tokens fit", "conversations", "cache leads from", "floor", "tokens/s"),
+    ]  # fmt: skip
     for row in b["heads"]:
         rows.append((
-            heads_name(shape, row["n_kv"]) + (" *" if row["n_kv"] == shape["n_kv"] else ""), str(row["n_kv"]),
+            kind(shape, row["n_kv"]) + (" *" if row["n_kv"] == shape["n_kv"] else ""), str(row["n_kv"]),
             readable(row["bytes_per_token"]), readable(row["cache_bytes"]), readable(row["weight_bytes"]),
             count(row["tokens_fit"], "no limit"), f"{row['conversations_fit']:,}", count(row["crossover_tokens"], "nowhere"),
             readable_seconds(row["floor_seconds"]), f"{row['tokens_per_second']:,.1f}",
@@ -236,19 +216,10 @@ def print_budget(shape, s, b):
     rows = [("", "cache", "bits a value", "of which")]
     for row in b["precision"]:
         parts = ", ".join(f"{name} {readable(n)}" for name, n in row["parts"].items()) if len(row["parts"]) > 2 else ""
-        rows.append(
-            (
-                row["kv_dtype"] + (" *" if row["kv_dtype"] == s["kv_dtype"] else ""),
-                readable(row["cache_bytes"]),
-                f"{row['bits_per_value']:.2f}",
-                parts,
-            )
-        )
-    columns(
-        f"Precision, every stored byte counted (intN: groups of {s['group']}, newest {s['residual']} tokens in 16 bits)",
-        rows,
-        "<>><",
-    )
+        name = row["kv_dtype"] + (" *" if row["kv_dtype"] == s["kv_dtype"] else "")
+        rows.append((name, readable(row["cache_bytes"]), f"{row['bits_per_value']:.2f}", parts))
+    how = f"intN: groups of {s['group']}, newest {s['residual']} tokens in 16 bits"
+    columns(f"Precision, every stored byte counted ({how})", rows, "<>><")
 
     tps = sorted({d["tp"] for row in b["parallel"] for d in row["devices"]})
     if len(tps) > 5:  # more columns than a line has room for
@@ -257,15 +228,14 @@ def print_budget(shape, s, b):
     for row in b["parallel"]:
         at = {d["tp"]: d for d in row["devices"]}
         cells = [f"{readable(at[tp]['each'])} / {readable(at[tp]['total'])}" if tp in at else "–" for tp in tps]
-        rows.append((heads_name(shape, row["n_kv"]), *cells))
+        rows.append((kind(shape, row["n_kv"]), *cells))
     columns("Tensor parallel: cache on each device / on all", rows, "<" + ">" * len(tps))
     for tp in tps:
-        each = {heads_name(shape, row["n_kv"]): d["each"] for row in b["parallel"] for d in row["devices"] if d["tp"] == tp}
+        each = {kind(shape, row["n_kv"]): d["each"] for row in b["parallel"] for d in row["devices"] if d["tp"] == tp}
         if tp > 1 and len(each) > 2 and list(each.values())[-1] == list(each.values())[-2]:
             grouped = list(each)[-2]
-            print(
-                f"  On {tp} devices MQA saves nothing over {grouped}: each holds one head, {readable(each['MQA'])}, either way."
-            )
+            one = readable(each["MQA"])
+            print(f"  On {tp} devices MQA saves nothing over {grouped}: each holds one head, {one}, either way.")
             break
 
 
@@ -275,8 +245,8 @@ def print_robot(shape, s, r, b):
     def verdict(t, longest):
         longest = min((n for n in (longest, b["history_fits"]) if n is not None), default=None)
         history = {0: "no history", None: "any history"}.get(longest, f"a history of up to {longest}")
-        does = "would meet" if not b["fits"] and t <= b["period_seconds"] else "meets" if t <= b["period_seconds"] else "misses"
-        return f"{does} the {period} of a control step; {history} fits and does"
+        does = "misses" if t > b["period_seconds"] else "meets" if b["fits"] else "would meet"
+        return f"{does} the {period} of a control step; {history} fits and meets it"
 
     rows = [
         ("a control step", f"{b['tokens_per_step']:,} tokens", f"{r['cameras']:,} x {r['image_tokens']:,} of images, {r['action_tokens']:,} of the action"),
@@ -285,11 +255,8 @@ def print_robot(shape, s, r, b):
         ("all read anew", readable_seconds(b["seconds"]), verdict(b["seconds"], b["history_meets"])),
         ("prefix reused", readable_seconds(b["seconds_reused"]), verdict(b["seconds_reused"], b["history_meets_reused"])),
     ]  # fmt: skip
-    columns(
-        f"Robot, batch 1: at least this much time at {s['bandwidth'] / 1e9:,g} GB/s and {s['compute'] / 1e12:,g} TFLOP/s",
-        rows,
-        "<><",
-    )
+    machine = f"{s['bandwidth'] / 1e9:,g} GB/s and {s['compute'] / 1e12:,g} TFLOP/s"
+    columns(f"Robot, batch 1: at least this much time at {machine}", rows, "<><")
     print("  The language model alone: a vision tower's own time comes on top.")
     if b["context"] > shape["context"]:
         print(f"  note: {some(b['context'], 'token')} are more than the {shape['context']:,} that {shape['name']} was made for")

@@ -66,12 +66,20 @@ def strict(cls, values, where=""):
         raise InputError(str(error)) from None
 
 
+def named_blocks(config_name):
+    """
+    Blocks of a script's config that hold no more than a `name:`. There may be a folder of choices for them in configs/,
+    but the script looks the name up, since it may be a path too: NAME=X, which to Hydra were a group, sets NAME.name.
+    """
+    return re.findall(r"^(\w+):\n  name:", (CONFIGS / f"{config_name}.yaml").read_text(), re.M)
+
+
 def show_help(config_name, docstring):
     print(docstring.strip())
     groups = sorted(p for p in CONFIGS.iterdir() if p.is_dir())
     text = (CONFIGS / f"{config_name}.yaml").read_text()
     used = [g for g in groups if re.search(rf"^\s*- {g.name}:", text, re.M)]
-    named = [g for g in groups if re.search(rf"^{g.name}:$", text, re.M)]  # chosen by the script, not by Hydra
+    named = [g for g in groups if g.name in named_blocks(config_name)]
     if used or named:
         print("\nChoices:")
     for group in used + named:
@@ -149,8 +157,8 @@ def script(config_name, settings):
                     fail(f"{a}: keys cannot be added or removed, only set as key=value (--help lists them)")
                 if a.startswith("-") and a not in ("-m", "--multirun", "--cfg", "--resolve", "--info"):
                     fail(f"{a} is no option: set keys as key=value, several values with -m (--help lists them)")
-            # to Hydra a folder of configs/ is a group of choices, but a shape may be a path too
-            arguments = sys.argv[1:] = [re.sub(r"^shape=", "shape.name=", a) for a in arguments]
+            for name in named_blocks(config_name):
+                arguments = sys.argv[1:] = [re.sub(rf"^{name}=", f"{name}.name=", a) for a in arguments]
             if not multirun:  # in a multirun the comma of ckpt=a.pt,b.pt separates
                 sys.argv[1:] = [quoted(a) for a in arguments]
 

@@ -1,6 +1,6 @@
 """
 What a budget needs to know of a model: its layers, heads and weights; from configs/shape/, from a Hugging Face config, or
-from a checkpoint of ours. No weights are loaded and nothing is downloaded.
+from a checkpoint of ours. Nothing is downloaded.
 """
 
 import json

@@ -25,7 +25,6 @@ from matplotlib.ticker import FixedLocator, FuncFormatter
 
 import arithmetic as a
 from analysis import figures as f
-from analysis.tables import heads
 from shapes import find_shape
 
 shape = find_shape("shape", "llama3-8b")  # configs/shape/
@@ -33,12 +32,12 @@ s = {
     "context": 8192, "batch": 1, "kv_dtype": "fp16", "weight_dtype": "fp16", "memory": 24 * 2**30, "bandwidth": 1000e9,
     "tp": 1, "draft": None, "group": 32, "residual": 32,
 }  # fmt: skip
-n_head, context, memory = shape["n_head"], s["context"], f.human(s["memory"])
+n_head, context, memory = shape["n_head"], s["context"], a.readable(s["memory"])
 arms = {n_kv: a.resized(shape, shape["n_layer"], n_kv, shape["head_dim"]) for n_kv in a.dial(shape)}
 MANY = 32  # conversations at once
 one = {n_kv: a.costs(arm, s) for n_kv, arm in arms.items()}
 many = {n_kv: a.costs(arm, a.having(s, "batch", MANY)) for n_kv, arm in arms.items()}
-names = {n_kv: heads(n_kv, n_head) for n_kv in arms}
+names = {n_kv: a.heads(n_kv, n_head) for n_kv in arms}
 COLORS = {n_kv: f.LOOKS.get(name, f.LOOKS["GQA-2"])[0] for n_kv, name in names.items()}  # one colour for grouped queries
 DASHES = {n_kv: "--" if n_kv == n_head else ":" if n_kv == 1 else "-" for n_kv in arms}
 NOTE = "#333333"

@@ -24,6 +24,7 @@ from matplotlib.ticker import FuncFormatter
 from analysis import figures as f
 from analysis import tables
 from analysis.runs import load_runs
+from arithmetic import readable
 from kv_cache.accounting import dense_nbytes
 
 runs, history = f.experiment(*load_runs(f.RUNS, sweep=f.SWEEP))
@@ -128,7 +129,7 @@ for ax, batch in zip(axes[0], shown, strict=True):
     ax.xaxis.set_major_locator(plt.FixedLocator([4**k for k in range(1, 16) if low <= 4**k <= high]))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda t, _: f"{t / 1024:.0f}k" if t >= 1024 else f"{t:.0f}"))
     ax.yaxis.set_major_locator(plt.FixedLocator([2.0 ** (3 * k + 1) for k in range(30)]))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda n, _: f.human(n)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda n, _: readable(n)))
     ax.minorticks_off()
 axes[0][0].set_ylabel("bytes of the KV cache")
 keys = [plt.Line2D([], [], label=f.label(n_kv, n_head), **f.look(n_kv, n_head)) for n_kv in kinds]
@@ -144,7 +145,7 @@ f.show(fig, "cache")
 # %%
 f.say_table(
     ["heads", "weights", *(f"cache = weights at, batch {batch}" for batch in batches)],
-    *([tables.heads(n_kv, n_head), f.human(weights[n_kv]), *(f"{crossing[n_kv, b]:,.0f} tokens" for b in batches)] for n_kv in kinds),
+    *([tables.heads(n_kv, n_head), readable(weights[n_kv]), *(f"{crossing[n_kv, b]:,.0f} tokens" for b in batches)] for n_kv in kinds),
 )  # fmt: skip
 held = int((evals.prompt + evals.tokens).max()) - 1
 for batch in shown:
@@ -164,7 +165,7 @@ for batch in shown:
 # %%
 memory = 2**30
 f.say_table(
-    ["heads", f"tokens in {f.human(memory)}, all sequences together", "against MHA"],
+    ["heads", f"tokens in {readable(memory)}, all sequences together", "against MHA"],
     *([
         tables.heads(n_kv, n_head), f"{(memory - weights[n_kv]) // per_token[n_kv]:,}",
         f"{(memory - weights[n_kv]) // per_token[n_kv] / ((memory - weights[n_head]) // per_token[n_head]):.2f}x"

@@ -90,14 +90,6 @@ def batches(evals, column="tokens_per_s_b"):
     return sorted(int(match[1]) for match in found if match and evals[match[0]].notna().any())
 
 
-def human(n):
-    """Bytes in the unit that suits them."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n >= size:
-            return f"{n / size:.3g} {unit}" if n < 999.5 * size else f"{n / size:.0f} {unit}"
-    return f"{n:.0f} bytes"
-
-
 def plot_differences(ax, rows, unit, apart=None):
     """
     A row a comparison, downwards: paired differences a seed as points, their mean and 95 % interval as a bar, and zero.

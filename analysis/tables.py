@@ -19,6 +19,7 @@ from scipy import stats
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python analysis/tables.py` puts only analysis/ there
 
 from analysis.runs import arguments, load_runs
+from arithmetic import heads
 from tracking import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,10 +33,6 @@ UPTRAIN_COLUMNS = [
     "corpus", "commit", "machine",
 ]  # fmt: skip
 SCHEDULE_SEED = 1  # the uptraining schedule was chosen on this seed, so the report rests on the others
-
-
-def heads(n_kv, n_head):
-    return "MHA" if n_kv == n_head else "MQA" if n_kv == 1 else f"GQA-{n_kv}"
 
 
 def interval(values):

@@ -81,7 +81,7 @@ function read_address() {
 // ---------------------------------------------------------------------------------------------------------------------
 // What is shown
 
-const kind = (shape, n_kv) => shape.latent ? "latent" : n_kv === shape.n_head ? "MHA" : n_kv === 1 ? "MQA" : `GQA-${n_kv}`;
+const kind = (shape, n_kv) => shape.latent ? "latent" : heads(n_kv, shape.n_head);
 
 /** A number with its place in budget()'s answer, for whoever wants to check it. */
 function number(path, text) {
@@ -91,16 +91,12 @@ function number(path, text) {
   return b;
 }
 
-/** Fill an element with texts and numbers. */
-const fill = (element, ...parts) => element.replaceChildren(...parts);
-
 function table(id, header, rows) {
   const line = (cells, tag, mine) => {
     const tr = document.createElement("tr");
     cells.forEach((cell, i) => {
-      const td = document.createElement(i === 0 || tag === "th" ? "th" : tag);
-      td.scope = tag === "th" ? "col" : "row";
-      if (td.tagName === "TD") td.removeAttribute("scope");
+      const td = document.createElement(i === 0 ? "th" : tag);
+      if (td.tagName === "TH") td.scope = tag === "th" ? "col" : "row";
       td.textContent = cell;
       tr.append(td);
     });
@@ -116,7 +112,7 @@ function show() {
   const device = s.tp > 1 ? "On each device, one" : "One", many = s.batch === 1 ? "one conversation" : some(s.batch, "conversation");
   const memory = `${current.memory}\u00a0GiB`;
   const fits = b.free_bytes < 0 ? [`; but the weights alone need more than the ${memory}.`] : ["; ", number("conversations_fit", count(b.conversations_fit)), ` ${b.conversations_fit === 1 ? "fits" : "fit"} beside the weights in ${memory}.`];
-  fill($("headline"), `${device} conversation of ${context} takes `, number("conversation_bytes", readable(b.conversation_bytes)), ...fits);
+  $("headline").replaceChildren(`${device} conversation of ${context} takes `, number("conversation_bytes", readable(b.conversation_bytes)), ...fits);
 
   const sentences = [
     ["Each further token takes ", number("bytes_per_token", readable(b.bytes_per_token)), b.bytes_per_token === 0 ? " more: every window is full." : " more in each conversation."],
@@ -129,11 +125,11 @@ function show() {
       ...(b.crossover_batch === null ? [number("crossover_batch", "with no number"), " of them"] : ["or from ", number("crossover_batch", count(b.crossover_batch)), " conversations on"]), ` of ${context}.`],
     ["It takes at least ", number("floor_seconds", readable_seconds(b.floor_seconds)), ` at ${count(current.bandwidth)} GB/s: at most `, number("tokens_per_second", b.tokens_per_second.toLocaleString("en-US", { minimumFractionDigits: 1, maximumFractionDigits: 1 })), " tokens/s."],
   ];
-  if (s.tp > 1 && !shape.latent && s.tp > shape.n_kv) sentences.push([`${s.tp} devices share ${shape.n_kv === 1 ? "1 KV head" : `${shape.n_kv} KV heads`}: each is held ${s.tp / shape.n_kv} times, and fewer heads would save nothing more.`]);
+  if (s.tp > 1 && !shape.latent && s.tp > shape.n_kv) sentences.push([`${s.tp} devices share ${some(shape.n_kv, "KV head")}: each is held ${s.tp / shape.n_kv} times, and fewer heads would save nothing more.`]);
   if (shape.latent && s.tp > 1) sentences.push(["The latent vector serves all heads, so every device holds all of it."]);
   if (shape.windowed) sentences.push([`${shape.windowed === shape.n_layer ? "All" : shape.windowed} of the layers hold no more than the newest ${count(shape.window)} tokens.`]);
   if (s.context > shape.context) sentences.push([`${context} are more than the ${count(shape.context)} this model was made for.`]);
-  fill($("sentences"), ...sentences.map((parts) => { const li = document.createElement("li"); li.append(...parts); return li; }));
+  $("sentences").replaceChildren(...sentences.map((parts) => { const li = document.createElement("li"); li.append(...parts); return li; }));
 
   table("dial", ["", "KV heads", "cache", "weights", "tokens fit", "conversations fit", "floor of a step"],
     all.heads.map((r) => [r.n_kv === shape.n_kv, kind(shape, r.n_kv), r.n_kv, readable(r.cache_bytes), readable(r.weight_bytes), count(r.tokens_fit, "no limit"), count(r.conversations_fit), readable_seconds(r.floor_seconds)]));
