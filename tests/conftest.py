@@ -14,6 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hypothesis import HealthCheck, settings
 
 import training
+from cli import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -42,6 +43,20 @@ def make_text(n, seed=0, letters="abcdefghij \n"):
     words = ["".join(draw.choices(letters[:-2], k=draw.randint(2, 6))) for _ in range(20)]
     text = letters + "".join(draw.choice(words) + draw.choice("  \n") for _ in range(n))
     return text[:n]
+
+
+def rows(folder):
+    """metrics.jsonl without what depends on the clock."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in ("elapsed_s", "tokens_per_s")} for line in lines]
+
+
+def refusal(function, *args):
+    """The one line with which a function refuses its arguments."""
+    with pytest.raises(InputError) as error:
+        function(*args)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def move_to(folder, monkeypatch):

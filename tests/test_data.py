@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data.shakespeare_bpe.prepare as bpe_data
 import data.shakespeare_char.prepare as char_data
-from cli import InputError
 from data import corpus as corpora
 from data import tokenizer as tokenizers
 from data.tokenizer import BPETokenizer, CharTokenizer, tokenizer_from
@@ -70,13 +70,6 @@ def sandbox(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizers, "GPT2_DIR", tmp_path / "gpt2")
     (tmp_path / "gpt2").mkdir()
     monkeypatch.setattr(corpora.urllib.request, "urlopen", no_network)
-
-
-def refusal(call, *args):
-    with pytest.raises(InputError) as e:
-        call(*args)
-    assert "\n" not in str(e.value)
-    return str(e.value)
 
 
 def text_file(tmp_path, content="to be, or not to be\n" * 10, name="my.txt"):

@@ -7,8 +7,8 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import make_text
-from test_training import equal, rows
+from conftest import make_text, rows
+from test_training import equal
 
 import training
 from convert import pool_heads
