@@ -11,15 +11,44 @@ import math
 import torch
 
 import kernels
-from kv_cache.dense import DenseCache
+from cli import nearest, strict
+from kv_cache.dense import DenseCache, DenseConfig
+from kv_cache.fp8 import FP8Cache, FP8Config, fit_scales
+from kv_cache.kivi import KIVICache, KIVIConfig
+from kv_cache.kvquant import KVQuantCache, KVQuantConfig
+from model import rotate
+
+CACHES = {"dense": DenseConfig, "fp8": FP8Config, "kivi": KIVIConfig, "kvquant": KVQuantConfig}
 
 
-def make_cache(model, tokens, batch=1, dtype=None):
-    """An empty dense cache for `batch` sequences of up to `tokens` tokens (never more than the model's context)."""
-    config, weight = model.config, model.wte.weight
-    capacity = min(tokens, config.block_size)
-    dtype = dtype or weight.dtype
-    return DenseCache(config.n_layer, config.n_kv, config.head_dim, capacity, batch, dtype, weight.device)
+def cache_config(values):
+    """The config of a block of configs/cache/, as a dict with its `name`; None for none. ValueError for what is no cache."""
+    options = dict(values)
+    name = options.pop("name", None)
+    if name == "none":
+        return None
+    if name not in CACHES:
+        raise ValueError(f"cache.name={name} is unknown{nearest(name, CACHES)} (known: {', '.join(CACHES)})")
+    return strict(CACHES[name], options, "cache")
+
+
+def make_cache(model, tokens, batch=1, dtype=None, config=DenseConfig(), calibration=None):  # noqa: B008, frozen
+    """
+    An empty cache for `batch` sequences of up to `tokens` tokens (never more than the model's context), of the kind that
+    `config` is of: one of CACHES. `dtype` is that of full-precision numbers, by default the weights'. `calibration` is what
+    calibrate.py found, for configs that are `calibrated`. ValueError where it lacks what they need.
+    """
+    c, weight = model.config, model.wte.weight
+    shape = (c.n_layer, c.n_kv, c.head_dim, min(tokens, c.block_size), batch, dtype or weight.dtype, weight.device)
+    if isinstance(config, DenseConfig):
+        return DenseCache(*shape)
+    if isinstance(config, FP8Config):
+        scales = fit_scales(calibration["key_amax"], calibration["value_amax"], config) if config.calibrated else None
+        return FP8Cache(*shape, config=config, scales=scales)
+    if isinstance(config, KIVIConfig):
+        return KIVICache(*shape, config=config)
+    rotary = (rotate, model.cos, model.sin) if c.dialect == "llama" and config.pre_rope else None
+    return KVQuantCache(*shape, config=config, fits=config.fits(calibration, c.dialect), rotary=rotary)
 
 
 def check_sampling(temperature=1.0, top_k=None, top_p=None):

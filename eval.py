@@ -4,6 +4,11 @@ What a checkpoint is worth and what it costs: validation loss, KV-cache bytes, d
     python eval.py ckpt=mha.pt                    one checkpoint
     python eval.py sweep=cpu                      every finished training run of runs/cpu/, n_kv's interleaved
     python eval.py ckpt=gqa2.pt dtype=bfloat16 name=half      weights and cache of half the bytes
+    python eval.py sweep=cpu cache=kivi cache.bits=4          through a quantised cache: fp8, kivi or kvquant
+    python eval.py -m sweep=cpu cache=kivi cache.bits=8,4,2 batches=[]        their loss alone, without timing
+
+With a quantised cache the loss and its distance from the uncached predictions are those of the whole validation split
+through the cache, every token attending to what a generation would hold at its position.
 
 Prints the full-pass validation loss (nats per token); KV bytes by the closed formula and summed from the real tensors of
 a real generation (they must agree to the byte); prefill and decode tokens/s by batch, bytes read per step, and what share
@@ -18,15 +23,15 @@ import time
 from dataclasses import asdict, dataclass, replace
 
 import torch
-import yaml
+from torch.nn import functional as F
+from tqdm import tqdm
 
 import kernels
 from cli import InputError, script
 from data.tokenizer import tokenizer_from
-from decoding import generate, make_cache
-from kv_cache.accounting import dense_nbytes
+from decoding import cache_config, generate, make_cache
 from model import GPT, rng
-from storage import RUNS, find_checkpoint, load_checkpoint, load_model, open_run
+from storage import checkpoints_of, load_calibration, load_checkpoint, load_model, open_run
 from tracking import Run, WandbConfig, commit, provenance
 from training import evaluate, load_data, set_up_device
 
@@ -51,23 +56,49 @@ def read_bandwidth(device):
     return x.numel() * x.element_size() / min(seconds)
 
 
-def cache_bytes(model, cache):
-    """(by formula, from the real tensors) of what a cache holds. Raises RuntimeError when they differ by a byte."""
-    c = model.config
-    shape = (c.n_layer, c.n_kv, c.head_dim)
-    itemsize, batch = cache.keys[0].element_size(), cache.keys[0].size(0)
-    formula = dense_nbytes(*shape, cache.length, batch, itemsize)
-    measured = sum(cache.nbytes().values())
-    allocated = dense_nbytes(*shape, cache.capacity, batch, itemsize)
-    if (formula, allocated) != (measured, cache.capacity_nbytes()):
-        raise RuntimeError(f"formula {formula} / {allocated} bytes, tensors {measured} / {cache.capacity_nbytes()}")
-    return formula, measured
+def cache_bytes(cache):
+    """(by formula, from the real tensors) of what a cache holds. Raises RuntimeError when a component differs by a byte."""
+    formula, measured = cache.formula(), cache.nbytes()
+    if formula != measured:
+        raise RuntimeError(f"formula {formula} bytes, tensors {measured}")
+    return sum(formula.values()), sum(measured.values())
 
 
 @torch.no_grad()
-def decode_speed(config, batch, prompt, tokens, dtype, device):
+def evaluate_cached(model, tokens, new_cache):
     """
-    Time `tokens` greedy tokens after a prompt of `prompt` tokens, `batch` sequences at once, weights and cache in `dtype`.
+    What generation would see: `tokens` in windows of the context as training.evaluate takes them, but with keys and values
+    that have been through a cache; each token attends to what the cache would hold at its position. `new_cache(model,
+    tokens, batch)` makes an empty one. Returns a plain dict: the loss in nats a token, the Kullback-Leibler divergence (nats a token) of the cached
+    predictions from the uncached ones, and the bytes a number (scales and all counted) of a full window's cache, in bits.
+    """
+    T, c = model.config.block_size, model.config
+    n = len(tokens) - 1
+    batch_size = max(1, min(64, 2**27 // (T * c.vocab_size)))  # windows at a time: half a gigabyte of logits
+    x = torch.from_numpy(tokens[: n // T * T].astype("int64")).view(-1, T)  # [windows, T]
+    y = torch.from_numpy(tokens[1 : n // T * T + 1].astype("int64")).view(-1, T)
+    batches = list(zip(x.split(batch_size), y.split(batch_size), strict=True))
+    if n % T:
+        rest = torch.from_numpy(tokens[n // T * T : n + 1].astype("int64"))
+        batches.append((rest[None, :-1], rest[None, 1:]))
+    loss = divergence = bits = numbers = 0.0
+    for x, y in tqdm(batches, desc="loss through the cache", unit="batch", disable=None, leave=False):
+        x, y = x.to(model.wte.weight.device), y.to(model.wte.weight.device)
+        cache = new_cache(model, T, len(x))
+        logits = model(x, cache=cache)[0].float().log_softmax(dim=-1)  # [B, T, V]
+        wanted = model(x)[0].float().log_softmax(dim=-1)
+        loss += F.nll_loss(logits.flatten(0, 1), y.flatten(), reduction="sum").item()
+        divergence += F.kl_div(logits, wanted, reduction="sum", log_target=True).item()
+        if x.size(1) == T or not numbers:
+            bits += 8 * cache_bytes(cache)[1]
+            numbers += 2 * c.n_layer * c.n_kv * c.head_dim * x.numel()
+    return {"val_loss_cached": loss / n, "val_kl": divergence / n, "bits_per_value": bits / numbers}
+
+
+@torch.no_grad()
+def decode_speed(config, batch, prompt, tokens, dtype, device, new_cache):
+    """
+    Time `tokens` greedy tokens after a prompt of `prompt` tokens, `batch` sequences at once, weights in `dtype`.
     Returns a plain dict: seconds of the prefill (first token included) and of each later step, and the cache's bytes as it
     fills and at the end.
     """
@@ -75,7 +106,7 @@ def decode_speed(config, batch, prompt, tokens, dtype, device):
     idx = torch.randint(config.vocab_size, (batch, prompt), generator=rng(0, "speed")).to(device)
 
     def run(tokens, every):
-        cache = make_cache(model, prompt + tokens, batch)
+        cache = new_cache(model, prompt + tokens, batch)
         seconds, points = [], []
         synchronize(device)
         start = time.perf_counter()
@@ -83,13 +114,13 @@ def decode_speed(config, batch, prompt, tokens, dtype, device):
             synchronize(device)
             seconds.append(time.perf_counter() - start)
             if i and (i % every == 0 or i == tokens - 1):
-                points.append((cache.length, statistics.median(seconds[1:][-every:]), cache_bytes(model, cache)[1]))
+                points.append((cache.length, statistics.median(seconds[1:][-every:]), cache_bytes(cache)[1]))
             start = time.perf_counter()
         return cache, seconds, points
 
     run(min(tokens, 20), 20)  # warm-up: allocations, kernel choices
     cache, seconds, points = run(tokens, max(1, tokens // POINTS))
-    formula, measured = cache_bytes(model, cache)
+    formula, measured = cache_bytes(cache)
     weights = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if name != "wpe.weight")
     return {
         "prefill_s": seconds[0],
@@ -100,6 +131,17 @@ def decode_speed(config, batch, prompt, tokens, dtype, device):
         "kv_bytes_measured": measured,
         "allocated": cache.capacity_nbytes(),
     }
+
+
+def report_loss(summary):
+    """The lines of the validation loss, uncached and through a quantised cache."""
+    print(f"  validation loss {summary['val_loss']:.4f} nats per token, uncached, over the whole split")
+    if "val_kl" in summary:
+        print(
+            f"  through the cache {summary['val_loss_cached']:.4f} ({summary['val_loss_cached'] - summary['val_loss']:+.4f}), "
+            f"KL {summary['val_kl']:.5f} nats per token; {summary['bits_per_value']:.2f} bits a number, everything counted",
+            flush=True,
+        )
 
 
 def report(summary, batch):
@@ -126,33 +168,48 @@ def evaluate_checkpoint(path, cfg, device):
         raise InputError(
             f"{path} was trained on {checkpoint['data']['corpus']}, not on {data.meta['corpus']}: give source= its text"
         )
-    name = cfg.name or f"eval-{was['name']}"
+    calibration = load_calibration(path, model, cfg.cache)
+    label, exact = cfg.cache.label(), cfg.cache_dtype or cfg.dtype
+    if exact != cfg.dtype:
+        label += f"-{exact}"
+    name = cfg.name or f"eval-{was['name']}" + ("" if label == "dense" else f"-{label}")
+
+    def new_cache(model, tokens, batch):
+        return make_cache(model, tokens, batch, getattr(torch, exact), cfg.cache, calibration)
+
     config = {
         "script": "eval", "sweep": was["sweep"], "name": name, "seed": checkpoint["seed"],
         "model": checkpoint["model_config"], "tokens": cfg.tokens, "prompt": cfg.prompt_tokens, "batches": cfg.batches,
         "dtype": cfg.dtype,
         "parent": {"name": was["name"], "script": was["script"], "iteration": checkpoint["iteration"]},
     }  # fmt: skip
+    if label != "dense":
+        config["cache"] = {"kind": label, "dtype": exact, **asdict(cfg.cache)}
     folder, state = open_run(config)
-    print(f"\n{was['sweep']}/{was['name']}: n_kv={c.n_kv}, {c.n_layer} layers, {c.n_head} query heads, head_dim {c.head_dim}")
+    print(
+        f"\n{was['sweep']}/{was['name']}: n_kv={c.n_kv}, {c.n_layer} layers, {c.n_head} query heads, head_dim {c.head_dim}, "
+        f"cache {label}"
+    )
     if state == "finished" and not cfg.again:
         summary = json.loads((folder / "summary.json").read_text())
         print(f"  measured before, on {summary['machine']} (again=true measures anew, name=… beside it)")
-        print(f"  validation loss {summary['val_loss']:.4f} nats per token (iteration {checkpoint['iteration']}, whole split)")
+        report_loss(summary)
         for batch in cfg.batches:
             report(summary, batch)
         return
     made_by = provenance()
     with Run(folder, name=name, group=was["sweep"], job_type="eval", config=config, **asdict(cfg.wandb)) as run:
-        loss = evaluate(model, data.val)
-        print(f"  validation loss {loss:.4f} nats per token (iteration {checkpoint['iteration']}, whole split)")
+        losses = {"val_loss": evaluate(model, data.val)}
+        if label != "dense":
+            losses |= evaluate_cached(model, data.val, new_cache)
+        report_loss(losses)
 
         # a real generation of the checkpoint itself, inside its context
         tokenizer = tokenizer_from(checkpoint["tokenizer"])
         idx = torch.from_numpy(data.val[: c.block_size // 4].astype("int64")).to(device)[None]  # [1, T]
-        cache = make_cache(model, c.block_size)
+        cache = new_cache(model, c.block_size, 1)
         new = list(generate(model, idx, c.block_size // 2, cache, temperature=0.8, generator=rng(1, "sample")))
-        formula, measured = cache_bytes(model, cache)
+        formula, measured = cache_bytes(cache)
         print(
             f"  KV cache of its own {cache.length} tokens: {formula:,} bytes by formula, {measured:,} in the tensors",
             flush=True,
@@ -166,19 +223,18 @@ def evaluate_checkpoint(path, cfg, device):
         print(
             f"  {cfg.dtype}, {kernel}, {torch.get_num_threads()} threads, read bandwidth {bandwidth / 1e9:.1f} GB/s", flush=True
         )
-        dtype = getattr(torch, cfg.dtype)
-        per_token = dense_nbytes(c.n_layer, c.n_kv, c.head_dim, 1, 1, dtype.itemsize)
         summary = {
-            "val_loss": loss, "n_kv": c.n_kv, "seed": checkpoint["seed"], "corpus": data.meta["corpus"],
-            "kv_bytes_per_token": per_token, "read_bandwidth": bandwidth, "tokens": cfg.tokens, "prompt": cfg.prompt_tokens,
+            **losses, "n_kv": c.n_kv, "seed": checkpoint["seed"], "corpus": data.meta["corpus"], "cache": label,
+            "kv_bytes_per_token": formula / cache.length, "read_bandwidth": bandwidth, "tokens": cfg.tokens, "prompt": cfg.prompt_tokens,
             "dtype": cfg.dtype, "kernel": kernel, "threads": torch.get_num_threads(), "commit": commit(made_by), "machine": made_by["machine"],
         }  # fmt: skip
         curves = {}
         for batch in cfg.batches:
-            m = decode_speed(c, batch, cfg.prompt_tokens, cfg.tokens, dtype, device)
+            m = decode_speed(c, batch, cfg.prompt_tokens, cfg.tokens, getattr(torch, cfg.dtype), device, new_cache)
             steps = m["steps_s"]
             # step j of tokens - 1 reads prompt + j tokens: prompt + tokens / 2 on average
-            read = m["weight_bytes"] + per_token * batch * (cfg.prompt_tokens + cfg.tokens / 2)
+            held = cfg.prompt_tokens + len(steps)
+            read = m["weight_bytes"] + m["kv_bytes_measured"] / held * (cfg.prompt_tokens + cfg.tokens / 2)
             summary |= {
                 f"tokens_per_s_b{batch}": batch * len(steps) / sum(steps),
                 f"step_ms_median_b{batch}": statistics.median(steps) * 1e3,
@@ -213,37 +269,34 @@ class Settings:
     tokens: int
     prompt_tokens: int
     batches: list
+    cache: dict
     dtype: str
+    cache_dtype: str | None
     device: str
     threads: int | None
 
     def __post_init__(self):
-        if (self.ckpt is None) == (self.sweep is None):
-            raise ValueError("give either ckpt=… (one checkpoint) or sweep=… (all finished runs of runs/<sweep>/)")
         for key, low in (("tokens", 2), ("prompt_tokens", 1)):
             if getattr(self, key) < low:
                 raise ValueError(f"{key}={getattr(self, key)} is not allowed: a whole number of at least {low}")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype={self.dtype} is not allowed: float32 or bfloat16")
-        if not self.batches or any(type(b) is not int or b < 1 for b in self.batches):
-            raise ValueError(f"batches={self.batches} is not allowed: a list of whole numbers, e.g. batches=[1,32]")
+        if self.cache_dtype not in (None, "float32", "bfloat16", "float16"):
+            raise ValueError(f"cache_dtype={self.cache_dtype} is not allowed: float32, bfloat16 or float16, or null for dtype")
+        object.__setattr__(self, "cache", cache_config(self.cache))
+        if self.cache is None:
+            raise ValueError("cache=none is not allowed: there would be nothing to measure; cache=dense is the reference")
+        if any(type(b) is not int or b < 1 for b in self.batches):
+            raise ValueError(
+                f"batches={self.batches} is not allowed: a list of whole numbers, e.g. batches=[1,32], or [] for no timing"
+            )
 
 
 @script("eval", Settings)
 def main(cfg):
     device = set_up_device(cfg.device, cfg.threads)
-    if cfg.ckpt is not None:
-        evaluate_checkpoint(find_checkpoint(cfg.ckpt), cfg, device)
-        return
-    runs = []
-    for path in RUNS.glob(f"{cfg.sweep}/*/summary.json"):  # written last: these runs are finished
-        config = yaml.safe_load((path.parent / "config.yaml").read_text())
-        if config["script"] == "train":
-            runs.append((config["seed"], -config["model"]["n_kv"], path.parent))
-    if not runs:
-        raise InputError(f"sweep={cfg.sweep}: no finished training run in {RUNS / cfg.sweep}/")
-    for _, _, folder in sorted(runs):
-        evaluate_checkpoint(folder / "last.pt", cfg, device)
+    for path in checkpoints_of(cfg.ckpt, cfg.sweep):
+        evaluate_checkpoint(path, cfg, device)
 
 
 if __name__ == "__main__":

@@ -167,7 +167,9 @@ class Attention(nn.Module):
         k = k.view(B, T, self.n_kv, self.hd).transpose(1, 2)  # [B, n_kv, T, hd]
         v = v.view(B, T, self.n_kv, self.hd).transpose(1, 2)  # [B, n_kv, T, hd]
         if rotary is not None:
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
+            q = rotate(q, *rotary)
+            if cache is None or not cache.rotates:  # else it stores keys before rotation, and turns them when it reads
+                k = rotate(k, *rotary)
         dropout = self.dropout if self.training else 0.0
         if cache is None:
             y = self.causal(q, k, v, dropout)

@@ -4,7 +4,8 @@ Generate text from a checkpoint, streamed as it comes.
     python sample.py ckpt=mha.pt                                     500 characters after a newline
     python sample.py ckpt=mqa.pt prompt="ROMEO:" temperature=0       greedy
     python sample.py ckpt=gqa2.pt samples=4 top_k=10 seed=7          four at once, printed one after the other
-    python sample.py ckpt=mha.pt cache=false                         the same text without the KV cache
+    python sample.py ckpt=mha.pt cache=kivi cache.bits=4             with a quantised KV cache: fp8, kivi or kvquant
+    python sample.py ckpt=mha.pt cache=none                          the same text as the default's without a KV cache
 
 Prints the text on stdout; on stderr what was generated how fast, and the KV cache's bytes: in use and allocated.
 Past the model's context the newest half of the window is kept and generation goes on (decoding.py says how).
@@ -18,9 +19,9 @@ import torch
 
 from cli import InputError, script
 from data.tokenizer import tokenizer_from
-from decoding import check_sampling, generate, make_cache
+from decoding import cache_config, check_sampling, generate, make_cache
 from model import rng
-from storage import find_checkpoint, load_checkpoint, load_model
+from storage import find_checkpoint, load_calibration, load_checkpoint, load_model
 from training import set_up_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -38,7 +39,7 @@ class Settings:
     top_k: int | None
     top_p: float | None
     seed: int
-    cache: bool
+    cache: dict
     dtype: str | None
     device: str
     threads: int | None
@@ -49,6 +50,7 @@ class Settings:
                 raise ValueError(f"{key}={getattr(self, key)} is not allowed: a whole number of at least 1")
         if self.dtype not in (None, *DTYPES):
             raise ValueError(f"dtype={self.dtype} is not allowed: {', '.join(DTYPES)}, or null for the weights' own")
+        object.__setattr__(self, "cache", cache_config(self.cache))
         check_sampling(self.temperature, self.top_k, self.top_p)
 
 
@@ -67,7 +69,10 @@ def main(cfg):
         print(f"the prompt has {len(ids)} tokens, the context is {block}: only its last {block // 2} are read", file=sys.stderr)
 
     idx = torch.tensor(ids, device=device).repeat(cfg.samples, 1)  # [samples, T]
-    cache = make_cache(model, len(ids) + cfg.tokens, cfg.samples, DTYPES.get(cfg.dtype)) if cfg.cache else None
+    cache = None
+    if cfg.cache is not None:
+        calibration = load_calibration(path, model, cfg.cache)
+        cache = make_cache(model, len(ids) + cfg.tokens, cfg.samples, DTYPES.get(cfg.dtype), cfg.cache, calibration)
     sampling = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
     steps = generate(model, idx, cfg.tokens, cache, **sampling, generator=rng(cfg.seed, "sample"))
     start = time.perf_counter()
@@ -92,7 +97,7 @@ def main(cfg):
     if cache is not None:
         held = sum(cache.nbytes().values())
         print(
-            f"KV cache: {held:,} bytes in use for {cache.length} tokens x {cfg.samples}, "
+            f"KV cache ({cfg.cache.label()}): {held:,} bytes in use for {cache.length} tokens x {cfg.samples}, "
             f"{cache.capacity_nbytes():,} allocated for {cache.capacity}",
             file=sys.stderr,
         )

@@ -2,6 +2,7 @@
 What a run leaves on disk: its folder runs/<sweep>/<name>/, and checkpoints, which are written whole or not at all.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -46,6 +47,25 @@ def find_checkpoint(ckpt):
     raise InputError(f"ckpt={ckpt}: no such file, here or in {CHECKPOINTS}/ ({have})")
 
 
+def checkpoints_of(ckpt=None, sweep=None):
+    """
+    The paths behind `ckpt=` (one checkpoint) or `sweep=` (all finished training runs of runs/<sweep>/, seed by seed, so that
+    the n_kv's are interleaved).
+    """
+    if (ckpt is None) == (sweep is None):
+        raise InputError("give either ckpt=… (one checkpoint) or sweep=… (all finished runs of runs/<sweep>/)")
+    if ckpt is not None:
+        return [find_checkpoint(ckpt)]
+    runs = []
+    for path in RUNS.glob(f"{sweep}/*/summary.json"):  # written last: these runs are finished
+        config = yaml.safe_load((path.parent / "config.yaml").read_text())
+        if config["script"] == "train":
+            runs.append((config["seed"], -config["model"]["n_kv"], path.parent / "last.pt"))
+    if not runs:
+        raise InputError(f"sweep={sweep}: no finished training run in {RUNS / sweep}/")
+    return [path for _, _, path in sorted(runs)]
+
+
 def load_checkpoint(path, device="cpu"):
     """A checkpoint's dict, weights without compile or DDP prefixes. InputError for files that are none of ours."""
     try:
@@ -71,6 +91,37 @@ def load_model(checkpoint, device="cpu"):
     except RuntimeError as error:
         raise InputError(f"the checkpoint's weights do not fit its config: {str(error).splitlines()[-1].strip()}") from None
     return model.to(device)
+
+
+def calibration_path(path):
+    """Where the calibration of the checkpoint at `path` lies: beside the file itself, also when `path` is a link to it."""
+    return Path(path).resolve().with_suffix(".calibration.pt")
+
+
+def digest(model):
+    """The sha256 of a model's weights and shape: what a calibration is tied to."""
+    sha = hashlib.sha256(repr(model.config).encode())
+    for name, p in sorted(model.state_dict().items()):
+        sha.update(name.encode() + p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def load_calibration(path, model, config):
+    """The calibration of the checkpoint at `path`, if the cache's `config` needs one; InputError when it is not there."""
+    if not config.calibrated:
+        return None
+    file = calibration_path(path)
+    make = f"make it with: python calibrate.py ckpt={path}"
+    if not file.exists():
+        raise InputError(f"this cache needs {file}, which is not there; {make}")
+    try:
+        calibration = torch.load(file, map_location=model.wte.weight.device, weights_only=True)
+        weights = calibration["weights"]
+    except Exception as error:
+        raise InputError(f"{file} cannot be read as a calibration ({str(error).splitlines()[0]}); {make} again=true") from None
+    if weights != digest(model):
+        raise InputError(f"{file} was made from other weights than {path} has; {make} again=true")
+    return calibration
 
 
 # ---------------------------------------------------------------------------------------------------------------------

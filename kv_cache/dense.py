@@ -6,10 +6,23 @@ over everything held; `length`, `truncate`, `reset`, `nbytes`, `capacity_nbytes`
 knows nothing else about it.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn import functional as F
 
 import kernels
+from kv_cache.accounting import dense_nbytes
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """configs/cache/dense.yaml: there is nothing to choose."""
+
+    calibrated = False
+
+    def label(self):
+        return "dense"
 
 
 class DenseCache:
@@ -17,6 +30,8 @@ class DenseCache:
     Preallocated: one tensor [B, n_kv, capacity, hd] for the keys and one for the values of each layer, never grown and
     never copied. Sized by n_kv, not by the query heads.
     """
+
+    rotates = False  # keys come with their positions in them
 
     def __init__(self, n_layer, n_kv, head_dim, capacity, batch=1, dtype=torch.float32, device="cpu"):
         if not dtype.is_floating_point or dtype.itemsize < 2:
@@ -86,6 +101,12 @@ class DenseCache:
             "keys": sum(t[:, :, : self.length].numel() * t.element_size() for t in self.keys),
             "values": sum(t[:, :, : self.length].numel() * t.element_size() for t in self.values),
         }
+
+    def formula(self):
+        """What `nbytes` must be: kv_cache/accounting.py."""
+        batch, n_kv, _, hd = self.keys[0].shape
+        each = dense_nbytes(len(self.keys), n_kv, hd, self.length, batch, self.keys[0].element_size()) // 2
+        return {"keys": each, "values": each}
 
     def capacity_nbytes(self):
         """Bytes allocated, held or not: the storage of the real tensors."""

@@ -331,7 +331,7 @@ def test_the_text_is_the_same_with_and_without_the_cache(call, mha, settings):
     args = ["prompt=ab cd", "tokens=40", *settings.split()]  # past the context of 16
     code, cached, err = call("sample", *args)
     assert code == 0 and cached.count("ab cd") >= 1
-    assert call("sample", *args, "cache=false")[:2] == (0, cached)
+    assert call("sample", *args, "cache=none")[:2] == (0, cached)
     held, allocated = re.search(r"([\d,]+) bytes in use .* ([\d,]+) allocated", err).groups()
     B = 3 if "samples" in settings else 1
     assert int(allocated.replace(",", "")) == 2 * 2 * 8 * 4 * 16 * B * 4  # 2 layers, 8 heads of 4 numbers, 16 tokens

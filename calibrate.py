@@ -1,0 +1,147 @@
+"""
+What quantised caches have to know of a model beforehand, from a few windows of its training text: the largest keys and
+values (cache=fp8 with a calibrated scale), and the ranges, tables and outlier thresholds of cache=kvquant.
+
+    python calibrate.py ckpt=mha.pt                    one checkpoint: seconds for a tiny model
+    python calibrate.py sweep=cpu                      every finished training run of runs/cpu/
+    python calibrate.py ckpt=mha.pt outliers=[0.01,0.05]      for these shares of outliers, and for none
+
+Writes a small file beside the checkpoint, NAME.calibration.pt, tied to its weights by their sha256, which sample.py and
+eval.py find by themselves. Prints for each layer the largest key and value, and how much the ranges of the key channels
+differ, before and after rotary positions.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from cli import InputError, script
+from kv_cache.kvquant import fit, fit_key
+from model import rotate
+from storage import calibration_path, checkpoints_of, digest, load_checkpoint, load_model, save_checkpoint
+from tracking import commit, provenance
+from training import load_data, set_up_device
+
+BITS = (2, 3, 4)
+
+
+def collect(model, windows):
+    """
+    Keys (before rotary positions) and values of every layer, and the gradients of the loss for each of their numbers:
+    windows [N, T + 1] of tokens -> four lists of a tensor [N, T, n_kv, hd] a layer: keys, values, key and value gradients.
+    """
+    c = model.config
+    C = c.n_kv * c.head_dim
+    probes, found = [], [[[] for _ in range(c.n_layer)] for _ in range(4)]
+
+    def probe(module, args, output):  # a zero added to the projection, whose gradient is the projection's
+        zero = torch.zeros_like(output[..., -2 * C :], requires_grad=True)
+        probes.append((output[..., -2 * C :].detach(), zero))
+        return torch.cat((output[..., : -2 * C], output[..., -2 * C :] + zero), dim=-1)
+
+    hooks = [block.attn.c_attn.register_forward_hook(probe) for block in model.h]
+    model.requires_grad_(False)
+    try:
+        for x in tqdm(windows, desc="forward, backward", unit="window", disable=None, leave=False):
+            probes.clear()
+            model(x[None, :-1], x[None, 1:])[1].backward()
+            for layer, (kv, zero) in enumerate(probes):
+                for which, part in enumerate((*kv.split(C, dim=-1), *zero.grad.split(C, dim=-1))):
+                    found[which][layer].append(part.unflatten(-1, (c.n_kv, c.head_dim)))  # [1, T, n_kv, hd]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [[torch.cat(parts) for parts in layers] for layers in found]
+
+
+def turned(model, x):
+    """x [N, T, n_kv, hd] at its positions; unchanged where positions are learned. Turns gradients as well as keys."""
+    if model.config.dialect == "gpt2":
+        return x
+    return rotate(x.transpose(1, 2), model.cos[: x.size(1)], model.sin[: x.size(1)]).transpose(1, 2)
+
+
+def calibrate(path, cfg, device):
+    """Write the calibration of one checkpoint and print what it says."""
+    file = calibration_path(path)
+    checkpoint = load_checkpoint(path, device)
+    model = load_model(checkpoint, device).eval()
+    c, weights = model.config, digest(model)
+    name = f"{checkpoint['config']['sweep']}/{checkpoint['config']['name']}"
+    if file.exists() and not cfg.again:
+        print(f"{name}: {file} is there (again=true makes it anew)")
+        return
+    data = load_data(checkpoint["data"]["dataset"], cfg.source, c.block_size)
+    if data.meta["sha256"] != checkpoint["data"]["sha256"]:
+        raise InputError(
+            f"{path} was trained on {checkpoint['data']['corpus']}, not on {data.meta['corpus']}: give source= its text"
+        )
+    T = min(c.block_size, cfg.tokens)
+    n = max(1, cfg.tokens // T)
+    starts = torch.linspace(0, len(data.train) - T - 1, n).long().tolist()
+    windows = torch.stack([torch.from_numpy(data.train[s : s + T + 1].astype("int64")) for s in starts]).to(device)  # [n, T+1]
+    start = time.perf_counter()
+    keys, values, key_grads, value_grads = collect(model, windows)
+    fits = {}
+    print(f"{name}: n_kv={c.n_kv}, {n * T:,} tokens of {data.meta['corpus']}")
+    print("  layer   largest key   value   widest key channel / median: before, after rotary positions")
+    key_amax, value_amax = [], []
+    for layer in tqdm(range(c.n_layer), desc="k-means", unit="layer", disable=None, leave=False):
+        v, dv = (x[layer].flatten(2).flatten(0, 1).float() for x in (values, value_grads))  # [n*T, C]
+        ratio = []
+        for pre_rope in (True, False) if c.dialect == "llama" else (True,):
+            k, dk = keys[layer], key_grads[layer]
+            if not pre_rope:
+                k, dk = turned(model, k), turned(model, dk)
+            k, dk = (x.flatten(2).flatten(0, 1).float() for x in (k, dk))  # [n*T, C]
+            reach = k.abs().amax(dim=0)
+            ratio.append(f"{reach.max() / reach.median():.1f}")
+            for outliers in sorted({0.0, *cfg.outliers}):
+                for bits, fitted in zip(BITS, fit(k, v, dk.square(), dv.square(), BITS, outliers), strict=True):
+                    fits.setdefault(fit_key(bits, outliers, pre_rope), []).append(fitted)
+        key_amax.append(turned(model, keys[layer]).abs().amax(dim=(0, 1, 3)))  # [n_kv]
+        value_amax.append(values[layer].abs().amax(dim=(0, 1, 3)))
+        tqdm.write(f"  {layer:>5}   {key_amax[-1].max():>11.2f}   {value_amax[-1].max():>5.2f}   {', '.join(ratio)}")
+    save_checkpoint(
+        file,
+        {
+            "weights": weights, "tokens": n * T, "data": checkpoint["data"], "key_amax": torch.stack(key_amax),
+            "value_amax": torch.stack(value_amax), "fits": fits, "commit": commit(provenance()),
+        },
+    )  # fmt: skip
+    print(f"  {file}: {file.stat().st_size:,} bytes, {time.perf_counter() - start:.0f} s", flush=True)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """configs/calibrate.yaml, where each key has its reason."""
+
+    ckpt: str | None
+    sweep: str | None
+    source: str | None
+    tokens: int
+    outliers: list
+    again: bool
+    device: str
+    threads: int | None
+
+    def __post_init__(self):
+        if self.tokens < 2:
+            raise ValueError(f"tokens={self.tokens} is not allowed: a whole number of at least 2")
+        if any(type(x) not in (int, float) or not 0 <= x < 0.5 for x in self.outliers):
+            raise ValueError(
+                f"outliers={self.outliers} is not allowed: a list of shares from 0 up to 0.5, e.g. outliers=[0.01]"
+            )
+
+
+@script("calibrate", Settings)
+def main(cfg):
+    device = set_up_device(cfg.device, cfg.threads)
+    for path in checkpoints_of(cfg.ckpt, cfg.sweep):
+        calibrate(path, cfg, device)
+
+
+if __name__ == "__main__":
+    main()
