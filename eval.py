@@ -81,18 +81,21 @@ def evaluate_cached(model, tokens, new_cache):
     if n % T:
         rest = torch.from_numpy(tokens[n // T * T : n + 1].astype("int64"))
         batches.append((rest[None, :-1], rest[None, 1:]))
-    loss = divergence = bits = numbers = 0.0
+    loss = uncached = divergence = bits = numbers = 0.0
     for x, y in tqdm(batches, desc="loss through the cache", unit="batch", disable=None, leave=False):
         x, y = x.to(model.wte.weight.device), y.to(model.wte.weight.device)
         cache = new_cache(model, T, len(x))
         logits = model(x, cache=cache)[0].float().log_softmax(dim=-1)  # [B, T, V]
         wanted = model(x)[0].float().log_softmax(dim=-1)
         loss += F.nll_loss(logits.flatten(0, 1), y.flatten(), reduction="sum").item()
+        uncached += F.nll_loss(wanted.flatten(0, 1), y.flatten(), reduction="sum").item()
         divergence += F.kl_div(logits, wanted, reduction="sum", log_target=True).item()
         if x.size(1) == T or not numbers:
             bits += 8 * cache_bytes(cache)[1]
             numbers += 2 * c.n_layer * c.n_kv * c.head_dim * x.numel()
-    return {"val_loss_cached": loss / n, "val_kl": divergence / n, "bits_per_value": bits / numbers}
+    return {
+        "val_loss": uncached / n, "val_loss_cached": loss / n, "val_kl": divergence / n, "bits_per_value": bits / numbers,
+    }  # fmt: skip
 
 
 @torch.no_grad()
@@ -199,9 +202,10 @@ def evaluate_checkpoint(path, cfg, device):
         return
     made_by = provenance()
     with Run(folder, name=name, group=was["sweep"], job_type="eval", config=config, **asdict(cfg.wandb)) as run:
-        losses = {"val_loss": evaluate(model, data.val)}
-        if label != "dense":
-            losses |= evaluate_cached(model, data.val, new_cache)
+        if label == "dense":
+            losses = {"val_loss": evaluate(model, data.val)}
+        else:
+            losses = evaluate_cached(model, data.val, new_cache)
         report_loss(losses)
 
         # a real generation of the checkpoint itself, inside its context

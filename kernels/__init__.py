@@ -3,6 +3,7 @@ CPU kernels in C++, compiled once by the machine's own compiler (some seconds), 
 
     decode.cpp    attend(q, k, v, keys, values, past)   append to a KV cache and attend over it
                   Step(model)(idx, cache)               a whole decoding step in one call
+    quantised.cpp read(q, n_kv, past, store)            attend over a quantised KV cache
     causal.cpp    causal_attention(q, k, v)             a whole sequence over itself, with gradients
 
 `serves`, `attends` and `Step.serves` say whether they fit the tensors at hand. Where there is no compiler, or the tensors
@@ -37,7 +38,7 @@ def library():
         if compiler is None:
             raise OSError("there is no C++ compiler (c++, g++ or clang++)")
         macros = run(compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull)
-        parts = [path.read_text() for path in [*sources, HERE / "vectors.h"]] + [macros, *FLAGS]
+        parts = [path.read_text() for path in [*sources, *sorted(HERE.glob("*.h"))]] + [macros, *FLAGS]
         path = HERE / "build" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
@@ -92,7 +93,7 @@ def last_contiguous(x):
 
 
 class Shape(ctypes.Structure):
-    """decode.cpp's Shape."""
+    """attention.h's Shape."""
 
     _fields_ = [(name, ctypes.c_int) for name in ("B", "n_kv", "group", "t", "hd", "past")] + [("capacity", ctypes.c_long)]
 
@@ -116,6 +117,70 @@ def attend(q, k, v, keys, values, past):
     shape = Shape(B, n_kv, n_head // n_kv, t, hd, past, capacity)
     name = f"attend_{NAMES[keys.dtype]}"
     call(name, ctypes.byref(shape), q, q.stride(), k, k.stride(), v, v.stride(), keys, values, y)
+    return y.transpose(1, 2)
+
+
+class Full(ctypes.Structure):
+    """quantised.cpp's Full: keys and values [B, n_kv, room, hd] in full precision."""
+
+    _fields_ = [("held", ctypes.c_void_p * 2), ("room", ctypes.c_long), ("precision", ctypes.c_int)]
+
+    def __init__(self, keys, values):
+        super().__init__(pointers(keys, values), keys.size(2), PRECISIONS.index(keys.dtype))
+
+
+class FP8(ctypes.Structure):
+    """quantised.cpp's FP8."""
+
+    _fields_ = [
+        ("codes", ctypes.c_void_p * 2), ("scales", ctypes.c_void_p * 2), ("room", ctypes.c_long), ("per_head", ctypes.c_int),
+        ("e5m2", ctypes.c_int),
+    ]  # fmt: skip
+
+
+class KIVI(ctypes.Structure):
+    """quantised.cpp's KIVI."""
+
+    _fields_ = [
+        ("codes", ctypes.c_void_p * 2), ("scales", ctypes.c_void_p * 2), ("zeros", ctypes.c_void_p * 2), ("room", ctypes.c_long),
+        ("bits", ctypes.c_int), ("group", ctypes.c_int), ("packed", ctypes.c_int), ("start", ctypes.c_int), ("window", Full),
+    ]  # fmt: skip
+
+
+class KVQuant(ctypes.Structure):
+    """quantised.cpp's KVQuant."""
+
+    _fields_ = [
+        ("codes", ctypes.c_void_p * 2), ("key_middle", ctypes.c_void_p), ("key_width", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p * 2), ("value_middle", ctypes.c_void_p), ("value_width", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p), ("key_index", ctypes.c_void_p), ("value_index", ctypes.c_void_p),
+        ("key_outliers", ctypes.c_void_p), ("value_outliers", ctypes.c_void_p), ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p), ("room", ctypes.c_long), ("bits", ctypes.c_int), ("B", ctypes.c_int), ("n_kv", ctypes.c_int),
+        ("ends", ctypes.c_int), ("sunk", ctypes.c_int), ("sink", Full),
+    ]  # fmt: skip
+
+
+PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]  # quantised.cpp's Precision
+
+
+def pointers(*tensors):
+    return (ctypes.c_void_p * len(tensors))(*[None if x is None else x.data_ptr() for x in tensors])
+
+
+def reads(q):
+    """Whether `read` serves queries [B, n_head, t, hd]."""
+    return q.dtype == torch.float32 and not (torch.is_grad_enabled() and q.requires_grad) and serves(q)
+
+
+def read(q, n_kv, past, store):
+    """
+    Attention of q [B, n_head, t, hd], at positions past.., over a quantised `store` (FP8, KIVI or KVQuant) that holds the
+    tokens below past + t -> [B, n_head, t, hd].
+    """
+    B, n_head, t, hd = q.shape
+    q, y = last_contiguous(q), q.new_empty(B, t, n_head, hd)
+    shape = Shape(B, n_kv, n_head // n_kv, t, hd, past, 0)
+    call(f"read_{type(store).__name__.lower()}", ctypes.byref(shape), ctypes.byref(store), q, q.stride(), y)
     return y.transpose(1, 2)
 
 

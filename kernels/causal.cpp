@@ -4,7 +4,7 @@
 // [B, n_kv, T, hd] come by their strides, the last one 1; y [B, T, n_head, hd] is contiguous; lse [B, n_head, T] is the log
 // of each row's sum of exponentials.
 
-#include "vectors.h"
+#include "attention.h"
 
 // rows [first, first + n) of one head, x [T, hd] by its row stride, as float32 padded to hd8
 template <class A> static void gather(const A *x, long stride, int first, int n, int hd, int hd8, float scale, float *to) {
@@ -33,7 +33,7 @@ static void causal_forward(int threads, int B, int n_kv, int group, int T, int h
             for (int i = 0; i < T; i += ROWS) {
                 const int n = T - i < ROWS ? T - i : ROWS;
                 gather(q + b * qs[0] + head * qs[1], qs[2], i, n, hd, hd8, scale, rows);
-                attend_part(rows, n, n, hd8, kf, vf, hd8, 0, i + n, i + n, m, l, acc);
+                attend_part(rows, n, n, hd8, Dense<float>{kf, vf, hd8}, 0, i + n, i + n, m, l, acc);
                 for (int r = 0; r < n; r++) {
                     lse[((long)b * n_head + head) * T + i + r] = m[r] + logf(l[r]);
                     for (int d = 0; d < hd8; d += 8) store(acc + r * hd8 + d, load(acc + r * hd8 + d) / l[r]);

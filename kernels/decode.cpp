@@ -1,68 +1,27 @@
 // Decoding: a step reads every weight and the whole KV cache once and does little with either, so it should run at the
-// memory's speed. `attend` reads each held key and value once for all the query heads of its group, and splits the tokens
-// over the threads where there are fewer KV heads than threads (flash-decoding). `step` is the whole model on t new tokens,
+// memory's speed. `attend` reads each held key and value once for all the query heads of its group. `step` is the whole model on t new tokens,
 // in one parallel region: at batch 1 the same step from Python costs several times what it reads.
 
-#include "vectors.h"
+#include "attention.h"
 
 #include <vector>
 
 // Append k, v [B, n_kv, t, hd] to keys, values [B, n_kv, capacity, hd], which hold `past` tokens; then attend with
-// q [B, n_head, t, hd]: y [B, t, n_head, hd], contiguous. q, k, v come by their strides, the last one 1. For every thread of
-// a team to call; `partial` is the team's scratch of attend_scratch floats.
-struct Shape { int B, n_kv, group, t, hd, past; long capacity; };
-
-static int parts_of(const Shape &s, int threads) {  // pieces of the tokens, so that every thread has work; none below 128
-    if (s.B * s.n_kv % threads == 0) return 1;
-    const int pieces = (s.past + s.t) / 128;
-    return pieces < 1 ? 1 : pieces < threads ? pieces : threads;
-}
-static long attend_scratch(const Shape &s, int threads) {
-    return (2L + (s.hd + 7) / 8 * 8) * s.group * s.t * s.B * s.n_kv * parts_of(s, threads);
-}
-
+// q [B, n_head, t, hd]: y [B, t, n_head, hd], contiguous. q, k, v come by their strides, the last one 1.
 template <class T>
 static void attend(const Shape &s, int threads, const float *q, const long *qs, const float *k, const long *ks,
                    const float *v, const long *vs, T *keys, T *values, float *y, float *partial) {
-    const int items = s.B * s.n_kv, R = s.group * s.t, hd = s.hd, hd8 = (hd + 7) / 8 * 8, total = s.past + s.t;
-    const int parts = parts_of(s, threads);
-    const long each = (2L + hd8) * R;  // floats a part leaves behind: m [R], l [R], acc [R, hd8]
-    const float scale = 1.0f / sqrtf((float)hd);
-#pragma omp for schedule(static)
-    for (int job = 0; job < items * parts; job++) {
-        const int item = job / parts, part = job % parts, b = item / s.n_kv, h = item % s.n_kv;
-        const int begin = (long)total * part / parts, end = (long)total * (part + 1) / parts;
-        T *held_k = keys + (long)item * s.capacity * hd, *held_v = values + (long)item * s.capacity * hd;
+    const int hd = s.hd;
+    auto held = [&](int b, int h, int begin, int end) {
+        const long first = ((long)b * s.n_kv + h) * s.capacity * hd;
         for (int j = s.past > begin ? s.past : begin; j < end; j++)
             for (int d = 0; d < hd; d++) {
-                from_float(k[b * ks[0] + h * ks[1] + (j - s.past) * ks[2] + d], held_k + (long)j * hd + d);
-                from_float(v[b * vs[0] + h * vs[1] + (j - s.past) * vs[2] + d], held_v + (long)j * hd + d);
+                from_float(k[b * ks[0] + h * ks[1] + (j - s.past) * ks[2] + d], keys + first + (long)j * hd + d);
+                from_float(v[b * vs[0] + h * vs[1] + (j - s.past) * vs[2] + d], values + first + (long)j * hd + d);
             }
-        float rows[R * hd8];  // the queries of this KV head, row g * t + i
-        memset(rows, 0, sizeof rows);
-        for (int r = 0; r < R; r++)
-            for (int d = 0; d < hd; d++)
-                rows[r * hd8 + d] = scale * q[b * qs[0] + (h * s.group + r / s.t) * qs[1] + r % s.t * qs[2] + d];
-        float *m = partial + each * job;
-        attend_part(rows, R, s.t, hd8, held_k, held_v, hd, begin, end, total, m, m + R, m + 2 * R);
-    }
-#pragma omp for schedule(static)
-    for (int item = 0; item < items; item++)
-        for (int r = 0; r < R; r++) {
-            const float *first = partial + each * item * parts;
-            float top = -INFINITY, l = 0.0f, weight[parts];
-            for (int p = 0; p < parts; p++) top = first[each * p + r] > top ? first[each * p + r] : top;
-            for (int p = 0; p < parts; p++) {
-                weight[p] = expf(first[each * p + r] - top);
-                l += weight[p] * first[each * p + R + r];
-            }
-            float *to = y + (((long)item / s.n_kv * s.t + r % s.t) * s.n_kv * s.group + item % s.n_kv * s.group + r / s.t) * hd;
-            for (int d = 0; d < hd; d++) {
-                float sum = 0.0f;
-                for (int p = 0; p < parts; p++) sum += weight[p] * first[each * p + 2 * R + (long)r * hd8 + d];
-                to[d] = sum / l;
-            }
-        }
+        return Dense<T>{keys + first, values + first, hd};
+    };
+    attend_over(s, threads, q, qs, held, y, partial);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+import kernels
 from kv_cache.accounting import fp8_nbytes
 from kv_cache.quantised import QuantisedCache
 
@@ -84,6 +85,14 @@ class FP8Cache(QuantisedCache):
 
     def values(self, layer, first, last):
         return self.block(1, layer, first, last)
+
+    def store(self, layer):
+        """The layer's tensors for kernels.read."""
+        scales = (None, None) if self.scales is None else self.scales[:, layer]
+        codes = kernels.pointers(*(codes[layer] for codes in self.codes))
+        return kernels.FP8(
+            codes, kernels.pointers(*scales), self.capacity, self.config.scale == "head", self.config.format == "e5m2"
+        )
 
     def held(self):
         return {

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+import kernels
 from kv_cache.accounting import kivi_nbytes, kivi_packed
 from kv_cache.quantised import QuantisedCache, pack, round_down, round_up, unpack
 
@@ -163,6 +164,15 @@ class KIVICache(QuantisedCache):
 
     def values(self, layer, first, last):
         return self.block(1, layer, first, last)
+
+    def store(self, layer):
+        """The layer's tensors for kernels.read, which knows the paper's axes and whole vectors of channels; else None."""
+        c, (packed, start) = self.config, self.reading
+        if self.axes != ("channel", "token") or (c.group < self.head_dim and c.group % 8):
+            return None
+        codes, scales, zeros = (kernels.pointers(x[0][layer], x[1][layer]) for x in (self.codes, self.scales, self.zeros))
+        window = kernels.Full(self.window[0][layer], self.window[1][layer])
+        return kernels.KIVI(codes, scales, zeros, self.codes[0][layer].size(2), c.bits, c.group, packed, start, window)
 
     def truncate(self, length):
         """

@@ -13,10 +13,12 @@ Sink      the first tokens in full precision, since attention rests on them (sec
 Ranges and tables are fitted on a few batches of training text by calibrate.py.
 """
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
 
+import kernels
 from kv_cache.accounting import kvquant_nbytes
 from kv_cache.quantised import QuantisedCache, pack, round_down, round_up, unpack
 
@@ -181,7 +183,7 @@ class KVQuantCache(QuantisedCache):
 
         middle, width = (self.fits[name][layer].float() for name in ("key_middle", "key_width"))  # [C]
         z = (k - middle) / torch.where(width > 0, width, 1.0)
-        self.store(0, layer, coded, self.encode(z, self.fits["key_table"][layer]))
+        self.put(0, layer, coded, self.encode(z, self.fits["key_table"][layer]))
         if self.config.outliers:
             outside = (z.abs() > 1).transpose(0, 1).flatten(0, 1)  # [t * B, C], row by row
             row, index = outside.nonzero(as_tuple=True)
@@ -193,12 +195,12 @@ class KVQuantCache(QuantisedCache):
 
         middle, width, index = split_values(v, self.ends)  # [B, t], [B, t], [B, t, 2 * ends]
         z = (v - middle.float()[..., None]) / torch.where(width > 0, width, 1.0).float()[..., None]
-        self.store(1, layer, coded, self.encode(z, self.fits["value_table"][layer]))
+        self.put(1, layer, coded, self.encode(z, self.fits["value_table"][layer]))
         self.middle[layer][:, coded], self.width[layer][:, coded] = middle, width
         self.value_index[layer][:, coded] = index.to(torch.uint16)
         self.value_outliers[layer][:, coded] = self.exact(v.gather(2, index))
 
-    def store(self, which, layer, coded, codes):
+    def put(self, which, layer, coded, codes):
         codes = codes.unflatten(2, (self.n_kv, self.head_dim)).transpose(1, 2)  # [B, n_kv, t, hd]
         self.codes[which][layer][:, :, coded] = pack(codes, self.config.bits)
 
@@ -255,6 +257,19 @@ class KVQuantCache(QuantisedCache):
         v = v.mul_(self.width[layer][:, at, None].float()).add_(self.middle[layer][:, at, None].float())
         v.scatter_(2, self.value_index[layer][:, at].long(), self.value_outliers[layer][:, at].float())
         return self.heads(v)
+
+    def store(self, layer):
+        """The layer's tensors for kernels.read."""
+        c, fits = self.config, {name: x[layer] for name, x in self.fits.items()}
+        tensors = [
+            fits["key_middle"], fits["key_width"], fits["key_table"], fits["value_table"], self.middle[layer],
+            self.width[layer], self.rows[layer] if c.outliers else None, self.key_index[layer], self.value_index[layer],
+            self.key_outliers[layer], self.value_outliers[layer], *(self.rotary[1:] if self.rotates else (None, None)),
+        ]  # fmt: skip
+        at = [None if x is None else x.data_ptr() for x in tensors]
+        codes, sink = kernels.pointers(self.codes[0][layer], self.codes[1][layer]), kernels.Full(*(s[layer] for s in self.sink))
+        sizes = (self.codes[0][layer].size(2), c.bits, self.batch, self.n_kv, 2 * self.ends, c.sink)
+        return kernels.KVQuant(codes, *at[:2], (ctypes.c_void_p * 2)(*at[2:4]), *at[4:], *sizes, sink)
 
     def n_key_outliers(self):
         """Outliers among the keys of all layers and sequences held: the one size that depends on the numbers."""

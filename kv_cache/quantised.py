@@ -10,6 +10,8 @@ would hold at its position, so a prompt leaves the same codes however it arrives
 import torch
 from torch.nn import functional as F
 
+import kernels
+
 FLOAT16 = torch.finfo(torch.float16)
 
 
@@ -100,6 +102,10 @@ class QuantisedCache:
     def read(self, layer, q, past):
         """Attention of q [B, n_head, t, hd], at positions past.., over the store: an online softmax (arXiv 1805.02867)."""
         B, n_head, t, hd = q.shape
+        if kernels.reads(q) and (store := self.store(layer)) is not None:
+            rows = max(1, 256 // (n_head // self.n_kv))  # new tokens a call: its queries and their scores stay in cache
+            parts = [kernels.read(part, self.n_kv, past + i * rows, store) for i, part in enumerate(q.split(rows, dim=2))]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         shape = (B, self.n_kv, n_head // self.n_kv, t)  # query head h = kv * group + g: [B, n_kv, group, t]
         rows = q.reshape(*shape, hd).float() / hd**0.5
         top = torch.full((*shape, 1), -torch.inf, device=q.device)

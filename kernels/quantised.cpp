@@ -1,0 +1,306 @@
+// Attention over quantised keys and values where they lie: a tile of codes becomes floats in the first-level cache and is
+// used at once by all query rows of its KV head. Scales that a whole tile shares are not multiplied into the tile but into
+// the few queries (of keys) or weights (of values) that meet it.
+
+#include "attention.h"
+
+// kernels/__init__.py fills these in; [0] is of keys, [1] of values
+enum Precision { FLOAT32, BFLOAT16, FLOAT16 };
+struct Full { const void *held[2]; long room; int precision; };  // [B, n_kv, room, hd] in full precision
+struct FP8 { const uint8_t *codes[2]; const float *scales[2]; long room; int per_head, e5m2; };
+struct KIVI {
+    const uint8_t *codes[2];  // [B, n_kv, room, code_bytes]
+    const f16 *scales[2], *zeros[2];  // of keys [B, n_kv, room / group, hd], of values [B, n_kv, room, ceil(hd / group)]
+    long room;
+    int bits, group, packed, start;
+    Full window;  // from token `start` on; used from token `packed` on
+};
+struct KVQuant {
+    const uint8_t *codes[2];  // [B, n_kv, room, code_bytes], of tokens from `sunk` on
+    const f16 *key_middle, *key_width, *tables[2];  // [n_kv * hd] both, [2^bits] each
+    const f16 *value_middle, *value_width;  // [B, room]
+    const int32_t *rows;  // [room * B + 1]: where the outliers of a token's keys lie
+    const uint16_t *key_index, *value_index;  // [...], [B, room, ends]
+    const void *key_outliers, *value_outliers;
+    const float *cos, *sin;  // [positions, hd], or null
+    long room;
+    int bits, B, n_kv, ends, sunk;
+    Full sink;  // the first `sunk` tokens; its precision is the outliers' too
+};
+
+static float number(const void *from, long i, int precision) {
+    if (precision == FLOAT32) return ((const float *)from)[i];
+    return precision == BFLOAT16 ? to_float(((const bf16 *)from)[i]) : to_float(((const f16 *)from)[i]);
+}
+static void unpack_full(const Full &f, int which, long first, int n, int head_dim, float *to, int n8, int hd) {
+    const void *from = f.held[which];
+    if (f.precision == FLOAT32) unpack((const float *)from + first * head_dim, n, head_dim, to, n8, hd);
+    else if (f.precision == BFLOAT16) unpack((const bf16 *)from + first * head_dim, n, head_dim, to, n8, hd);
+    else unpack((const f16 *)from + first * head_dim, n, head_dim, to, n8, hd);
+}
+
+// the products of attention.h once for all stores here
+static __attribute__((noinline)) void score_tile(int R, const float *q, const float *k, int n8, int hd, float *p) {
+    scores(R, q, k, n8, hd, p);
+}
+static __attribute__((noinline)) void weigh_tile(int R, const float *p, const float *v, int n, int hd, float *acc, int width) {
+    weigh(R, p, TILE, 1, v, n, hd, acc, width);
+}
+
+// eight codes of BITS bits, which fill BITS bytes, of which `have` are there
+template <int BITS> INLINE i8 eight_codes(const uint8_t *from, int have = BITS) {
+    if (BITS == 8) {
+        uint64_t bytes = 0;
+        memcpy(&bytes, from, have);
+        typedef uint8_t u8x8 __attribute__((vector_size(8)));
+        return __builtin_convertvector((u8x8)bytes, i8);
+    }
+    uint32_t word = 0;
+    memcpy(&word, from, have);
+    const i8 shifts = {0, BITS, 2 * BITS, 3 * BITS, 4 * BITS, 5 * BITS, 6 * BITS, 7 * BITS};
+    return (i8{} + (int32_t)word) >> shifts & ((1 << BITS) - 1);
+}
+// n rows of codes as `number` makes them: to [n8, hd], where hd is head_dim padded to whole vectors
+template <int BITS, class Number> INLINE void each_code(const uint8_t *codes, int n, int head_dim, int hd, float *to, Number number) {
+    const int bytes = (head_dim * BITS + 7) / 8, whole = head_dim / 8;
+    for (int j = 0; j < n; j++) {
+        const uint8_t *row = codes + (long)j * bytes;
+        for (int i = 0; i < whole; i++) store(to + j * hd + 8 * i, number(eight_codes<BITS>(row + BITS * i), j, 8 * i));
+        if (whole * 8 < hd) store(to + j * hd + 8 * whole, number(eight_codes<BITS>(row + BITS * whole, bytes - BITS * whole), j, 8 * whole));
+    }
+}
+INLINE v8 as_float(i8 x) { return __builtin_convertvector(x, v8); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+template <bool E5M2> INLINE v8 from_fp8(const uint8_t *from, int have = 8) {  // both are float16 with bits left out
+    typedef uint8_t u8x8 __attribute__((vector_size(8)));
+    uint64_t bytes = 0;
+    memcpy(&bytes, from, have);
+    u16x8 x = __builtin_convertvector((u8x8)bytes, u16x8);
+    if (E5M2) return from_half(x << 8);
+    return from_half((x & 0x80) << 8 | (x & 0x7f) << 7) * 256.0f;  // the exponent starts 8 lower
+}
+
+template <bool E5M2> struct FP8Head {
+    const uint8_t *keys, *values;
+    float key_scale, value_scale;
+    int head_dim;
+
+    int tile(int start, int end) const { return end - start < TILE ? end - start : TILE; }
+    void numbers(const uint8_t *from, int n, int hd, float scale, float *to) const {
+        for (int j = 0; j < n; j++) {
+            int d = 0;
+            for (; d + 8 <= head_dim; d += 8) store(to + j * hd + d, scale * from_fp8<E5M2>(from + (long)j * head_dim + d));
+            if (d < hd) store(to + j * hd + d, scale * from_fp8<E5M2>(from + (long)j * head_dim + d, head_dim - d));
+        }
+    }
+    void scores(const float *q, int R, int hd, int start, int n, int n8, float *buf, float *p) const {
+        numbers(keys + (long)start * head_dim, n, hd, key_scale, buf);
+        memset(buf + n * hd, 0, sizeof(float) * (n8 - n) * hd);
+        score_tile(R, q, buf, n8, hd, p);
+    }
+    void weigh(const float *p, int R, int hd, int start, int n, int, float *buf, float *acc) const {
+        numbers(values + (long)start * head_dim, n, hd, value_scale, buf);
+        weigh_tile(R, p, buf, n, hd, acc, hd);
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+template <int BITS> struct KIVIHead {
+    const KIVI &s;
+    long item;  // b * n_kv + h
+    int head_dim;
+
+    // A tile lies in the window or among packed tokens: there, where groups are whole vectors of scores, in as many as fit.
+    int tile(int start, int end) const {
+        if (start < s.packed && end > s.packed) end = s.packed;
+        int n = TILE;
+        if (start < s.packed) {
+            const int left = s.group - start % s.group;  // in the group that a part of the tokens may begin in the middle of
+            if (left <= TILE) n = left % 8 || s.group % 8 ? left : left + (TILE - left) / s.group * s.group;
+        }
+        return n < end - start ? n : end - start;
+    }
+    void scores(const float *q, int R, int hd, int start, int n, int n8, float *buf, float *p) const {
+        if (start >= s.packed) {
+            unpack_full(s.window, 0, item * s.window.room + start - s.start, n, head_dim, buf, n8, hd);
+            return score_tile(R, q, buf, n8, hd, p);
+        }
+        const int bytes = (head_dim * BITS + 7) / 8;
+        float scaled[R * hd], shift[R];
+        for (int done = 0, m; done < n; done += m) {
+            const int at = start + done, left = s.group - at % s.group;
+            m = n - done < left ? n - done : left;
+            const long of = (item * (s.room / s.group) + at / s.group) * head_dim;
+            for (int r = 0; r < R; r++) {  // q . (zero + scale * code) = q . zero + (q * scale) . code
+                shift[r] = 0.0f;
+                for (int d = 0; d < hd; d++) scaled[r * hd + d] = 0.0f;
+                for (int d = 0; d < head_dim; d++) {
+                    scaled[r * hd + d] = q[r * hd + d] * to_float(s.scales[0][of + d]);
+                    shift[r] += q[r * hd + d] * to_float(s.zeros[0][of + d]);
+                }
+            }
+            each_code<BITS>(s.codes[0] + (item * s.room + at) * bytes, m, head_dim, hd, buf, [](i8 c, int, int) { return as_float(c); });
+            const int m8 = (m + 7) / 8 * 8;
+            memset(buf + m * hd, 0, sizeof(float) * (m8 - m) * hd);
+            score_tile(R, scaled, buf, m8, hd, p + done);
+            for (int r = 0; r < R; r++)
+                for (int j = 0; j < m8; j += 8) store(p + r * TILE + done + j, load(p + r * TILE + done + j) + shift[r]);
+        }
+    }
+    void weigh(const float *p, int R, int hd, int start, int n, int n8, float *buf, float *acc) const {
+        if (start >= s.packed) {
+            unpack_full(s.window, 1, item * s.window.room + start - s.start, n, head_dim, buf, n8, hd);
+            return weigh_tile(R, p, buf, n, hd, acc, hd);
+        }
+        const int bytes = (head_dim * BITS + 7) / 8, groups = (head_dim + s.group - 1) / s.group;
+        each_code<BITS>(s.codes[1] + (item * s.room + start) * bytes, n, head_dim, hd, buf, [](i8 c, int, int) { return as_float(c); });
+        const f16 *scales = s.scales[1] + (item * s.room + start) * groups, *zeros = s.zeros[1] + (item * s.room + start) * groups;
+        float scaled[R * TILE], scale[TILE], zero[TILE];
+        for (int g = 0; g < groups; g++) {  // sum of p (zero + scale * code) = sum of p zero + sum of (p * scale) code
+            for (int j = 0; j < n; j++) scale[j] = to_float(scales[j * groups + g]), zero[j] = to_float(zeros[j * groups + g]);
+            const int from = g * s.group, to = g == groups - 1 ? hd : from + s.group;
+            for (int r = 0; r < R; r++) {
+                float shift = 0.0f;
+#pragma omp simd reduction(+ : shift)
+                for (int j = 0; j < n; j++) {
+                    scaled[r * TILE + j] = p[r * TILE + j] * scale[j];
+                    shift += p[r * TILE + j] * zero[j];
+                }
+                for (int d = from; d < to; d += 8) store(acc + r * hd + d, load(acc + r * hd + d) + shift);
+            }
+            weigh_tile(R, scaled, buf + from, n, hd, acc + from, to - from);
+        }
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+template <int BITS> INLINE v8 look_up(const float *table, i8 code) {
+#if defined(__AVX2__)
+    v8 low = (v8)_mm256_permutevar8x32_ps((__m256)load(table), (__m256i)code);
+    if (BITS < 4) return low;
+    v8 high = (v8)_mm256_permutevar8x32_ps((__m256)load(table + 8), (__m256i)code);
+    return code > 7 ? high : low;
+#else
+    v8 x;
+    for (int i = 0; i < 8; i++) x[i] = table[code[i]];
+    return x;
+#endif
+}
+
+template <int BITS> struct KVQuantHead {
+    const KVQuant &s;
+    int b, h, head_dim;
+
+    int tile(int start, int end) const {
+        if (start < s.sunk && end > s.sunk) end = s.sunk;
+        return end - start < TILE ? end - start : TILE;
+    }
+    void table(int which, float *to) const {  // [16]
+        for (int i = 0; i < 16; i++) to[i] = i < 1 << BITS ? to_float(s.tables[which][i]) : 0.0f;
+    }
+    void keys(int start, int n, int hd, float *buf) const {
+        const long item = (long)b * s.n_kv + h;
+        if (start < s.sunk) {
+            unpack_full(s.sink, 0, item * s.sink.room + start, n, head_dim, buf, n, hd);
+        } else {
+            const int bytes = (head_dim * BITS + 7) / 8, at = start - s.sunk;
+            float numbers[16], middle[hd], width[hd];
+            table(0, numbers);
+            for (int d = 0; d < hd; d++) {
+                middle[d] = d < head_dim ? to_float(s.key_middle[h * head_dim + d]) : 0.0f;
+                width[d] = d < head_dim ? to_float(s.key_width[h * head_dim + d]) : 0.0f;
+            }
+            each_code<BITS>(s.codes[0] + (item * s.room + at) * bytes, n, head_dim, hd, buf, [&](i8 c, int, int d) {
+                return load(middle + d) + load(width + d) * look_up<BITS>(numbers, c);
+            });
+            for (int j = 0; s.rows && j < n; j++) {
+                const long row = (long)(at + j) * s.B + b;
+                for (int e = s.rows[row]; e < s.rows[row + 1]; e++) {
+                    const int d = s.key_index[e] - h * head_dim;
+                    if (d >= 0 && d < head_dim) buf[j * hd + d] = number(s.key_outliers, e, s.sink.precision);
+                }
+            }
+        }
+        const int half = head_dim / 2;
+        for (int j = 0; s.cos && j < n; j++) {  // pair d is (d, d + half), turned to position start + j
+            const float *cos = s.cos + (long)(start + j) * head_dim, *sin = s.sin + (long)(start + j) * head_dim;
+            float *x = buf + j * hd;
+#pragma omp simd
+            for (int d = 0; d < half; d++) {
+                const float a = x[d], c = x[d + half];
+                x[d] = a * cos[d] - c * sin[d];
+                x[d + half] = c * cos[d + half] + a * sin[d + half];
+            }
+        }
+    }
+    void scores(const float *q, int R, int hd, int start, int n, int n8, float *buf, float *p) const {
+        keys(start, n, hd, buf);
+        memset(buf + n * hd, 0, sizeof(float) * (n8 - n) * hd);
+        score_tile(R, q, buf, n8, hd, p);
+    }
+    void weigh(const float *p, int R, int hd, int start, int n, int n8, float *buf, float *acc) const {
+        const long item = (long)b * s.n_kv + h;
+        if (start < s.sunk) {
+            unpack_full(s.sink, 1, item * s.sink.room + start, n, head_dim, buf, n8, hd);
+            return weigh_tile(R, p, buf, n, hd, acc, hd);
+        }
+        const int bytes = (head_dim * BITS + 7) / 8, at = start - s.sunk;
+        const long token = (long)b * s.room + at;
+        float numbers[16], middle[TILE], width[TILE];
+        table(1, numbers);
+        for (int j = 0; j < n; j++) middle[j] = to_float(s.value_middle[token + j]), width[j] = to_float(s.value_width[token + j]);
+        each_code<BITS>(s.codes[1] + (item * s.room + at) * bytes, n, head_dim, hd, buf, [&](i8 c, int j, int) {
+            return middle[j] + width[j] * look_up<BITS>(numbers, c);
+        });
+        for (long e = token * s.ends; e < (token + n) * s.ends; e++) {
+            const int d = s.value_index[e] - h * head_dim;
+            if (d >= 0 && d < head_dim) buf[(e / s.ends - token) * hd + d] = number(s.value_outliers, e, s.sink.precision);
+        }
+        weigh_tile(R, p, buf, n, hd, acc, hd);
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+template <class Held> static void read(int threads, const Shape &s, const float *q, const long *qs, float *y, Held held) {
+    std::vector<float> scratch(attend_scratch(s, threads));
+#pragma omp parallel num_threads(threads)
+    attend_over(s, threads, q, qs, held, y, scratch.data());
+}
+
+template <bool E5M2>
+static void read_format(int threads, const Shape &s, const FP8 &f, const float *q, const long *qs, float *y) {
+    read(threads, s, q, qs, y, [&](int b, int h, int, int) {
+        const long first = ((long)b * s.n_kv + h) * f.room * s.hd;
+        const float *ks = f.scales[0], *vs = f.scales[1];
+        const int at = f.per_head ? h : 0;
+        return FP8Head<E5M2>{f.codes[0] + first, f.codes[1] + first, ks ? ks[at] : 1.0f, vs ? vs[at] : 1.0f, s.hd};
+    });
+}
+extern "C" void read_fp8(int threads, const Shape *s, const FP8 *f, const float *q, const long *qs, float *y) {
+    if (f->e5m2) read_format<true>(threads, *s, *f, q, qs, y);
+    else read_format<false>(threads, *s, *f, q, qs, y);
+}
+
+template <int BITS> static void read_bits(int threads, const Shape &s, const KIVI &k, const float *q, const long *qs, float *y) {
+    read(threads, s, q, qs, y, [&](int b, int h, int, int) { return KIVIHead<BITS>{k, (long)b * s.n_kv + h, s.hd}; });
+}
+extern "C" void read_kivi(int threads, const Shape *s, const KIVI *k, const float *q, const long *qs, float *y) {
+    if (k->bits == 2) read_bits<2>(threads, *s, *k, q, qs, y);
+    if (k->bits == 3) read_bits<3>(threads, *s, *k, q, qs, y);
+    if (k->bits == 4) read_bits<4>(threads, *s, *k, q, qs, y);
+    if (k->bits == 8) read_bits<8>(threads, *s, *k, q, qs, y);
+}
+
+template <int BITS> static void read_bits(int threads, const Shape &s, const KVQuant &k, const float *q, const long *qs, float *y) {
+    read(threads, s, q, qs, y, [&](int b, int h, int, int) { return KVQuantHead<BITS>{k, b, h, s.hd}; });
+}
+extern "C" void read_kvquant(int threads, const Shape *s, const KVQuant *k, const float *q, const long *qs, float *y) {
+    if (k->bits == 2) read_bits<2>(threads, *s, *k, q, qs, y);
+    if (k->bits == 3) read_bits<3>(threads, *s, *k, q, qs, y);
+    if (k->bits == 4) read_bits<4>(threads, *s, *k, q, qs, y);
+}
