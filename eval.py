@@ -4,6 +4,7 @@ What a checkpoint is worth and what it costs: validation loss, KV-cache bytes, d
     python eval.py ckpt=mha.pt                    one checkpoint
     python eval.py sweep=cpu                      every finished training run of runs/cpu/, n_kv's interleaved
     python eval.py ckpt=gqa2.pt dtype=bfloat16 name=half      weights and cache of half the bytes
+    python eval.py ckpt=smollm2.pt window=2048 batches=[1] tokens=200      the model of `make pretrained`, in minutes
 
 Prints the full-pass validation loss (nats per token); KV bytes by the closed formula and summed from the real tensors of
 a real generation (they must agree to the byte); prefill and decode tokens/s by batch, bytes read per step, and what share
@@ -121,8 +122,11 @@ def evaluate_checkpoint(path, cfg, device):
     was = checkpoint["config"]
     model = load_model(checkpoint, device).eval()
     c = model.config
-    data = load_data(checkpoint["data"]["dataset"], cfg.source, c.block_size)
-    if data.meta["sha256"] != checkpoint["data"]["sha256"]:
+    window = cfg.window or c.block_size
+    if window > c.block_size:
+        raise InputError(f"window={window} is more than this model's context: {c.block_size} tokens or fewer")
+    data = load_data(checkpoint["data"]["dataset"], cfg.source, window)
+    if checkpoint["data"]["sha256"] not in (None, data.meta["sha256"]):  # None: trained on none of our texts
         raise InputError(
             f"{path} was trained on {checkpoint['data']['corpus']}, not on {data.meta['corpus']}: give source= its text"
         )
@@ -130,28 +134,29 @@ def evaluate_checkpoint(path, cfg, device):
     config = {
         "script": "eval", "sweep": was["sweep"], "name": name, "seed": checkpoint["seed"],
         "model": checkpoint["model_config"], "tokens": cfg.tokens, "prompt": cfg.prompt_tokens, "batches": cfg.batches,
-        "dtype": cfg.dtype,
+        "dtype": cfg.dtype, "window": cfg.window,
         "parent": {"name": was["name"], "script": was["script"], "iteration": checkpoint["iteration"]},
     }  # fmt: skip
+    whole = f"whole split in windows of {window} tokens"
     folder, state = open_run(config)
     print(f"\n{was['sweep']}/{was['name']}: n_kv={c.n_kv}, {c.n_layer} layers, {c.n_head} query heads, head_dim {c.head_dim}")
     if state == "finished" and not cfg.again:
         summary = json.loads((folder / "summary.json").read_text())
         print(f"  measured before, on {summary['machine']} (again=true measures anew, name=… beside it)")
-        print(f"  validation loss {summary['val_loss']:.4f} nats per token (iteration {checkpoint['iteration']}, whole split)")
+        print(f"  validation loss {summary['val_loss']:.4f} nats per token (iteration {checkpoint['iteration']}, {whole})")
         for batch in cfg.batches:
             report(summary, batch)
         return
     made_by = provenance()
     with Run(folder, name=name, group=was["sweep"], job_type="eval", config=config, **asdict(cfg.wandb)) as run:
-        loss = evaluate(model, data.val)
-        print(f"  validation loss {loss:.4f} nats per token (iteration {checkpoint['iteration']}, whole split)")
+        loss = evaluate(model, data.val, window=window)
+        print(f"  validation loss {loss:.4f} nats per token (iteration {checkpoint['iteration']}, {whole})")
 
         # a real generation of the checkpoint itself, inside its context
         tokenizer = tokenizer_from(checkpoint["tokenizer"])
-        idx = torch.from_numpy(data.val[: c.block_size // 4].astype("int64")).to(device)[None]  # [1, T]
-        cache = make_cache(model, c.block_size)
-        new = list(generate(model, idx, c.block_size // 2, cache, temperature=0.8, generator=rng(1, "sample")))
+        idx = torch.from_numpy(data.val[: window // 4].astype("int64")).to(device)[None]  # [1, T]
+        cache = make_cache(model, window)
+        new = list(generate(model, idx, window // 2, cache, temperature=0.8, generator=rng(1, "sample")))
         formula, measured = cache_bytes(model, cache)
         print(
             f"  KV cache of its own {cache.length} tokens: {formula:,} bytes by formula, {measured:,} in the tensors",
@@ -210,6 +215,7 @@ class Settings:
     name: str | None
     again: bool
     source: str | None
+    window: int | None
     tokens: int
     prompt_tokens: int
     batches: list
@@ -223,6 +229,8 @@ class Settings:
         for key, low in (("tokens", 2), ("prompt_tokens", 1)):
             if getattr(self, key) < low:
                 raise ValueError(f"{key}={getattr(self, key)} is not allowed: a whole number of at least {low}")
+        if self.window is not None and self.window < 4:  # a quarter of it is the prompt of the generation
+            raise ValueError(f"window={self.window} is not allowed: 4 tokens or more, or null for the model's context")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype={self.dtype} is not allowed: float32 or bfloat16")
         if not self.batches or any(type(b) is not int or b < 1 for b in self.batches):

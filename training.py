@@ -195,15 +195,15 @@ def get_batch(tokens, batch_size, block_size, seed, iteration, device="cpu"):
 
 
 @torch.no_grad()
-def evaluate(model, tokens, batch_size=None):
+def evaluate(model, tokens, batch_size=None, window=None):
     """
-    Mean loss in nats per token over the whole split, in float32: one pass over non-overlapping windows of block_size
-    (the last one shorter), every token but the first predicted exactly once; `batch_size` windows at a time, by default
-    about 4,096 tokens.
+    Mean loss in nats per token over the whole split, in float32: one pass over non-overlapping windows of `window` tokens,
+    by default block_size (the last one shorter), every token but the first predicted exactly once; `batch_size` windows at
+    a time, by default about 4,096 tokens.
     """
     was_training = model.training
     model.eval()
-    T, device = model.config.block_size, next(model.parameters()).device
+    T, device = window or model.config.block_size, next(model.parameters()).device
     batch_size = batch_size or max(1, 4096 // T)
     n = len(tokens) - 1
     full = n // T * T
