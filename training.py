@@ -194,31 +194,37 @@ def get_batch(tokens, batch_size, block_size, seed, iteration, device="cpu"):
     return windows[:, :-1], windows[:, 1:]
 
 
-@torch.no_grad()
-def evaluate(model, tokens, batch_size=None):
+def windows_of(tokens, T, batch_size):
     """
-    Mean loss in nats per token over the whole split, in float32: one pass over non-overlapping windows of block_size
-    (the last one shorter), every token but the first predicted exactly once; `batch_size` windows at a time, by default
-    about 4,096 tokens.
+    Batches of inputs and targets [B, T] that go over all tokens once: non-overlapping windows of T, `batch_size` of them at
+    a time, the last one shorter and alone; every token but the first is predicted exactly once.
     """
-    was_training = model.training
-    model.eval()
-    T, device = model.config.block_size, next(model.parameters()).device
-    batch_size = batch_size or max(1, 4096 // T)
     n = len(tokens) - 1
     full = n // T * T
     x = torch.from_numpy(tokens[:full].astype(np.int64)).view(-1, T)  # [windows, T]
     y = torch.from_numpy(tokens[1 : full + 1].astype(np.int64)).view(-1, T)  # [windows, T]
-    batches = list(zip(x.split(batch_size), y.split(batch_size), strict=True))
+    batches = list(zip(x.split(batch_size), y.split(batch_size), strict=True)) if full else []
     if full < n:
         rest = torch.from_numpy(tokens[full:].astype(np.int64))
         batches.append((rest[None, :-1], rest[None, 1:]))
+    return batches
+
+
+@torch.no_grad()
+def evaluate(model, tokens, batch_size=None, window=None):
+    """
+    Mean loss in nats per token over the whole split, in float32: one pass over windows of `window` tokens, by default
+    block_size; `batch_size` of them at a time, by default about 4,096 tokens.
+    """
+    was_training = model.training
+    model.eval()
+    T, device = window or model.config.block_size, next(model.parameters()).device
     total = 0.0
-    for x, y in batches:
+    for x, y in windows_of(tokens, T, batch_size or max(1, 4096 // T)):
         logits, _ = model(x.to(device))
         total += F.cross_entropy(logits.float().flatten(0, 1), y.to(device).flatten(), reduction="sum").item()
     model.train(was_training)
-    return total / n
+    return total / (len(tokens) - 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

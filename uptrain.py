@@ -67,6 +67,8 @@ def main(cfg):
     home = path.resolve().parent
     if (home / "config.yaml").exists() and not (home / "summary.json").exists():
         raise InputError(f"{path} belongs to a run that is not finished ({checkpoint['iteration']} steps): train it to its end")
+    if "train" not in checkpoint["config"]:
+        raise InputError(f"{path} was not trained by train.py, so there is no schedule to go on with")
     parent = load_model(checkpoint)
     try:
         model = pool_heads(parent, cfg.groups, cfg.pool, seed=checkpoint["seed"])

@@ -1,5 +1,5 @@
 """
-Text to token ids and back: one character a token, or GPT-2's byte pairs.
+Text to token ids and back: one character a token, GPT-2's byte pairs, or SmolLM's, which a checkpoint brings along.
 
     tokenizer = CharTokenizer.from_text(text)
     ids = tokenizer.encode("ROMEO:")           # list of int, one a token
@@ -24,6 +24,9 @@ GPT2_SHA256 = {  # the sums that tiktoken itself expects
 }
 # GPT-2's own split into words, contractions and numbers: merges never cross these borders
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+# SmolLM's: digits are cut out first, each one alone, and GPT-2's rule splits what lies between. So a digit never takes
+# the space before it, and spaces before a digit stay whole, as they do at the end of a text
+SMOLLM_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++(?=\p{N}|$)|\s+(?!\S)|\s"""
 
 
 def tokenizer_from(state):
@@ -33,7 +36,9 @@ def tokenizer_from(state):
         return CharTokenizer(state["chars"])
     if kind == "gpt2":
         return BPETokenizer()
-    raise InputError(f"tokenizer kind {kind!r} is not known; allowed: 'char' with its characters, 'gpt2'")
+    if kind == "smollm" and isinstance(state.get("tokens"), str) and type(state.get("n_special")) is int:
+        return SmolLMTokenizer(state["tokens"].split(" "), state["n_special"])
+    raise InputError(f"tokenizer kind {kind!r} is not known; allowed: 'char' or 'smollm' with what they consist of, 'gpt2'")
 
 
 def _checked_ids(ids, vocab_size):
@@ -110,6 +115,78 @@ class BPETokenizer:
             special_tokens={"<|endoftext|>": 50256},
             explicit_n_vocab=self.vocab_size,
         )
+
+
+class SmolLMTokenizer:
+    """
+    SmolLM's byte pairs. It carries its whole vocabulary, 49,152 tokens in SmolLM2, so that a checkpoint needs no file.
+
+    tokens     list of str, one a token, in GPT-2's way of writing bytes as printable characters (a space is Ġ): first
+               `n_special` special ones, written as they are, then single bytes, then what each merge makes, in order
+    The order is all there is to know about the merges: of two neighbours, those that make the lowest id are joined first.
+    """
+
+    def __init__(self, tokens, n_special):
+        self.tokens, self.vocab_size = tokens, len(tokens)
+        self.special = {token: i for i, token in enumerate(tokens[:n_special])}
+        letter = _byte_letters()
+        try:
+            self._ranks = {bytes(letter[c] for c in token): i for i, token in enumerate(tokens) if i >= n_special}
+        except KeyError as error:
+            raise InputError(f"this vocabulary is none of bytes: a token has {error} in it") from None
+        if len(self._ranks) + len(self.special) < self.vocab_size:
+            raise InputError("this vocabulary has a token twice")
+        self._missing = {b for b in range(256) if bytes([b]) not in self._ranks}
+
+    @classmethod
+    def from_gguf(cls, metadata):
+        """The tokenizer in the metadata of a GGUF file (convert.read_gguf). InputError for one that splits otherwise."""
+        at = "tokenizer.ggml"
+        kind = metadata.get(f"{at}.model"), metadata.get(f"{at}.pre")
+        if kind != ("gpt2", "smollm"):
+            raise InputError(
+                f"this GGUF file's tokenizer is {kind[0]!r} with the split of {kind[1]!r}, not 'gpt2' and 'smollm'"
+            )
+        tokens, types = metadata[f"{at}.tokens"], metadata[f"{at}.token_type"]
+        merged = [pair.replace(" ", "") for pair in metadata[f"{at}.merges"]]
+        n_special = types.count(3)  # llama.cpp's number for them
+        if merged != tokens[len(tokens) - len(merged) :] or types != [3] * n_special + [1] * (len(types) - n_special):
+            raise InputError("this GGUF file's tokens are not special ones, bytes, and what its merges make, in their order")
+        return cls(tokens, n_special)
+
+    def encode(self, text, special=False):
+        """
+        List of ids. Special text like <|im_start|> is encoded as the ordinary characters it consists of, or with
+        `special` as the token it names. InputError for characters with a byte that the vocabulary lacks: SmolLM2's has
+        neither some control characters nor the rarest planes of Unicode.
+        """
+        raw = text.encode(errors="replace")  # half a surrogate pair; tiktoken has a character for it too
+        if not self._missing.isdisjoint(raw):
+            bad = [c for c in dict.fromkeys(text) if not self._missing.isdisjoint(c.encode(errors="replace"))]
+            raise InputError(f"{len(bad)} character(s) that this vocabulary has no bytes for: {', '.join(map(repr, bad[:5]))}")
+        if special:
+            return self._encoding.encode(text, allowed_special="all")
+        return self._encoding.encode_ordinary(text)
+
+    def decode(self, ids):
+        """The text of these ids; bytes that are not UTF-8 become U+FFFD. InputError for an id outside the vocabulary."""
+        return self._encoding.decode(_checked_ids(ids, self.vocab_size))
+
+    def state(self):
+        return {"kind": "smollm", "tokens": " ".join(self.tokens), "n_special": len(self.special)}  # no token has a space
+
+    @functools.cached_property
+    def _encoding(self):
+        import tiktoken
+
+        return tiktoken.Encoding("smollm", pat_str=SMOLLM_PATTERN, mergeable_ranks=self._ranks, special_tokens=self.special)
+
+
+def _byte_letters():
+    """{character: byte} of GPT-2's vocabularies: printable Latin-1 is itself, other bytes are the characters from U+0100."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 def _gpt2_file(name):

@@ -461,7 +461,7 @@ def test_command_refuses_in_one_line(arg, capsys):
     assert out == "" and error.count("\n") == 1 and arg in error
 
 
-@pytest.mark.parametrize("name", ["shakespeare_char", "shakespeare_bpe"])
+@pytest.mark.parametrize("name", ["shakespeare_char", "shakespeare_bpe", "shakespeare_smollm2"])
 def test_scripts_run_from_the_root(name):
     script = [sys.executable, f"data/{name}/prepare.py"]
     shown = subprocess.run([*script, "--help"], cwd=ROOT, capture_output=True, text=True, check=False)
