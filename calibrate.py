@@ -27,10 +27,11 @@ from training import load_data, set_up_device
 BITS = (2, 3, 4)
 
 
-def collect(model, windows):
+def collect(model, samples):
     """
     Keys (before rotary positions) and values of every layer, and the gradients of the loss for each of their numbers:
-    windows [N, T + 1] of tokens -> four lists of a tensor [N, T, n_kv, hd] a layer: keys, values, key and value gradients.
+    samples, pairs of inputs and targets [1, T] -> four lists of a tensor [N, T, n_kv, hd] a layer: keys, values, key and value
+    gradients.
     """
     c = model.config
     C = c.n_kv * c.head_dim
@@ -44,9 +45,9 @@ def collect(model, windows):
     hooks = [block.attn.c_attn.register_forward_hook(probe) for block in model.h]
     model.requires_grad_(False)
     try:
-        for x in tqdm(windows, desc="forward, backward", unit="window", disable=None, leave=False):
+        for x, y in tqdm(samples, desc="forward, backward", unit="window", disable=None, leave=False):
             probes.clear()
-            model(x[None, :-1], x[None, 1:])[1].backward()
+            model(x, y)[1].backward()
             for layer, (kv, zero) in enumerate(probes):
                 for which, part in enumerate((*kv.split(C, dim=-1), *zero.grad.split(C, dim=-1))):
                     found[which][layer].append(part.unflatten(-1, (c.n_kv, c.head_dim)))  # [1, T, n_kv, hd]
@@ -74,16 +75,14 @@ def calibrate(path, cfg, device):
         print(f"{name}: {file} is there (again=true makes it anew)")
         return
     data = load_data(checkpoint["data"]["dataset"], cfg.source, c.block_size)
-    if data.meta["sha256"] != checkpoint["data"]["sha256"]:
+    if checkpoint["data"]["sha256"] not in (None, data.meta["sha256"]):  # None: trained on none of our texts
         raise InputError(
             f"{path} was trained on {checkpoint['data']['corpus']}, not on {data.meta['corpus']}: give source= its text"
         )
     T = min(c.block_size, cfg.tokens)
     n = max(1, cfg.tokens // T)
-    starts = torch.linspace(0, len(data.train) - T - 1, n).long().tolist()
-    windows = torch.stack([torch.from_numpy(data.train[s : s + T + 1].astype("int64")) for s in starts]).to(device)  # [n, T+1]
     start = time.perf_counter()
-    keys, values, key_grads, value_grads = collect(model, windows)
+    keys, values, key_grads, value_grads = collect(model, [(x.to(device), y.to(device)) for x, y in data.samples(n, T)])
     fits = {}
     print(f"{name}: n_kv={c.n_kv}, {n * T:,} tokens of {data.meta['corpus']}")
     print("  layer   largest key   value   widest key channel / median: before, after rotary positions")

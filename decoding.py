@@ -152,14 +152,12 @@ class GraphStep:
 
 def feeder(model, cache=None):
     """
-    The fastest way to feed tokens here: a function from new tokens idx [B, t] to the logits [B, V] that follow them. With
-    a dense cache, few tokens go through one call of the whole step on a CPU that has a compiler (kernels.Step), and single
-    ones through a captured graph on a GPU (GraphStep); everything else through the model.
+    The fastest way to feed tokens here: a function from new tokens idx [B, t] to the logits [B, V] that follow them. On a
+    CPU that has a compiler few tokens go through one call of the whole step (kernels.Step, for caches that it can write),
+    with a dense cache on a GPU single ones through a captured graph (GraphStep); everything else through the model.
     """
-    step = graph = None
-    if type(cache) is DenseCache:
-        step = kernels.Step(model)
-        graph = GraphStep(model, cache) if cache.keys[0].is_cuda else None
+    step = None if cache is None else kernels.Step(model)
+    graph = GraphStep(model, cache) if isinstance(cache, DenseCache) and cache.keys[0].is_cuda else None
 
     def feed(idx):
         if graph is not None and idx.size(1) == 1 and cache.length < cache.capacity:

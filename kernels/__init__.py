@@ -1,9 +1,9 @@
 """
 CPU kernels in C++, compiled once by the machine's own compiler (some seconds), and how Python calls them:
 
-    decode.cpp    attend(q, k, v, keys, values, past)   append to a KV cache and attend over it
+    decode.cpp    attend(q, k, v, past, store)          append to a KV cache and attend over it
                   Step(model)(idx, cache)               a whole decoding step in one call
-    quantised.cpp read(q, n_kv, past, store)            attend over a quantised KV cache
+    quantised.cpp                                       the same over quantised keys and values
     causal.cpp    causal_attention(q, k, v)             a whole sequence over itself, with gradients
 
 `serves`, `attends` and `Step.serves` say whether they fit the tensors at hand. Where there is no compiler, or the tensors
@@ -95,28 +95,36 @@ def last_contiguous(x):
 class Shape(ctypes.Structure):
     """attention.h's Shape."""
 
-    _fields_ = [(name, ctypes.c_int) for name in ("B", "n_kv", "group", "t", "hd", "past")] + [("capacity", ctypes.c_long)]
+    _fields_ = [(name, ctypes.c_int) for name in ("B", "n_kv", "group", "t", "hd", "past")]
 
 
-def attends(q, keys):
-    """Whether `attend` serves queries [B, n_head, t, hd] over a cache of keys [B, n_kv, capacity, hd]."""
-    rows = q.size(1) // keys.size(1) * q.size(2)
-    grad = torch.is_grad_enabled() and q.requires_grad
-    return rows <= MAX_ROWS and q.dtype == torch.float32 and keys.dtype in NAMES and not grad and serves(q)
+class Dense(ctypes.Structure):
+    """decode.cpp's DenseStore: keys and values [B, n_kv, capacity, hd]."""
+
+    _fields_ = [("keys", ctypes.c_void_p), ("values", ctypes.c_void_p), ("capacity", ctypes.c_long)]
+
+    def __init__(self, keys, values):
+        super().__init__(keys.data_ptr(), values.data_ptr(), keys.size(2))
+        self.kind = list(NAMES).index(keys.dtype)
 
 
-def attend(q, k, v, keys, values, past):
+def attends(q):
+    """Whether `attend` serves queries [B, n_head, t, hd]."""
+    return q.dtype == torch.float32 and not (torch.is_grad_enabled() and q.requires_grad) and serves(q)
+
+
+def attend(q, k, v, past, store):
     """
-    Append k, v [B, n_kv, t, hd] to keys, values [B, n_kv, capacity, hd], which hold `past` tokens, and attend with
-    q [B, n_head, t, hd] over past + t tokens, causally by absolute position -> [B, n_head, t, hd]. The caller has checked
-    that they fit.
+    Append k, v [B, n_kv, t, hd] in float32 to a layer's store, which holds `past` tokens, and attend with q
+    [B, n_head, t, hd] over past + t tokens, causally by absolute position -> [B, n_head, t, hd]. A KVQuant store has to hold
+    the new tokens already. The caller has checked that they fit.
     """
-    (B, n_head, t, hd), (_, n_kv, capacity, _) = q.shape, keys.shape
+    (B, n_head, t, hd), n_kv = q.shape, k.size(1)
     q, k, v = map(last_contiguous, (q, k, v))
     y = q.new_empty(B, t, n_head, hd)
-    shape = Shape(B, n_kv, n_head // n_kv, t, hd, past, capacity)
-    name = f"attend_{NAMES[keys.dtype]}"
-    call(name, ctypes.byref(shape), q, q.stride(), k, k.stride(), v, v.stride(), keys, values, y)
+    shape = Shape(B, n_kv, n_head // n_kv, t, hd, past)
+    store, kind = ctypes.byref(store), store.kind
+    call("attend", ctypes.byref(shape), kind, store, q, q.stride(), k, k.stride(), v, v.stride(), y)
     return y.transpose(1, 2)
 
 
@@ -132,6 +140,7 @@ class Full(ctypes.Structure):
 class FP8(ctypes.Structure):
     """quantised.cpp's FP8."""
 
+    kind, writes = 2, True
     _fields_ = [
         ("codes", ctypes.c_void_p * 2), ("scales", ctypes.c_void_p * 2), ("room", ctypes.c_long), ("per_head", ctypes.c_int),
         ("e5m2", ctypes.c_int),
@@ -141,6 +150,7 @@ class FP8(ctypes.Structure):
 class KIVI(ctypes.Structure):
     """quantised.cpp's KIVI."""
 
+    kind, writes = 3, True
     _fields_ = [
         ("codes", ctypes.c_void_p * 2), ("scales", ctypes.c_void_p * 2), ("zeros", ctypes.c_void_p * 2), ("room", ctypes.c_long),
         ("bits", ctypes.c_int), ("group", ctypes.c_int), ("packed", ctypes.c_int), ("start", ctypes.c_int), ("window", Full),
@@ -150,6 +160,7 @@ class KIVI(ctypes.Structure):
 class KVQuant(ctypes.Structure):
     """quantised.cpp's KVQuant."""
 
+    kind, writes = 4, False  # Python writes it
     _fields_ = [
         ("codes", ctypes.c_void_p * 2), ("key_middle", ctypes.c_void_p), ("key_width", ctypes.c_void_p),
         ("tables", ctypes.c_void_p * 2), ("value_middle", ctypes.c_void_p), ("value_width", ctypes.c_void_p),
@@ -167,23 +178,6 @@ def pointers(*tensors):
     return (ctypes.c_void_p * len(tensors))(*[None if x is None else x.data_ptr() for x in tensors])
 
 
-def reads(q):
-    """Whether `read` serves queries [B, n_head, t, hd]."""
-    return q.dtype == torch.float32 and not (torch.is_grad_enabled() and q.requires_grad) and serves(q)
-
-
-def read(q, n_kv, past, store):
-    """
-    Attention of q [B, n_head, t, hd], at positions past.., over a quantised `store` (FP8, KIVI or KVQuant) that holds the
-    tokens below past + t -> [B, n_head, t, hd].
-    """
-    B, n_head, t, hd = q.shape
-    q, y = last_contiguous(q), q.new_empty(B, t, n_head, hd)
-    shape = Shape(B, n_kv, n_head // n_kv, t, hd, past, 0)
-    call(f"read_{type(store).__name__.lower()}", ctypes.byref(shape), ctypes.byref(store), q, q.stride(), y)
-    return y.transpose(1, 2)
-
-
 class Model(ctypes.Structure):
     """decode.cpp's Model."""
 
@@ -196,7 +190,7 @@ class Model(ctypes.Structure):
 
 class Step:
     """
-    A GPT's decoding step over a DenseCache, in one call: Step(model)(idx [B, t], cache) appends t tokens and returns their
+    A GPT's decoding step over a cache that has a `store`, in one call: Step(model)(idx [B, t], cache) appends t tokens and returns their
     logits [B, t, V] in float32. It reads the model's own weights where they lie; make a new one after moving the model.
     """
 
@@ -230,8 +224,8 @@ class Step:
     def serves(self, idx, cache):
         B, t = idx.shape
         return (
-            self.shapes_fit and max(B, self.group) * t <= MAX_ROWS and not self.model.training
-            and not torch.is_grad_enabled() and cache.keys[0].dtype in NAMES and serves(self.model.wte.weight)
+            self.shapes_fit and max(B, self.group) * t <= MAX_ROWS and t <= cache.at_once() and not self.model.training
+            and not torch.is_grad_enabled() and serves(self.model.wte.weight) and cache.store(0) is not None
         )  # fmt: skip
 
     def __call__(self, idx, cache):
@@ -239,15 +233,14 @@ class Step:
         if cache.length + t > min(self.block_size, cache.capacity):
             room = f"block_size={self.block_size}, capacity={cache.capacity}"
             raise ValueError(f"{cache.length} + {t} tokens do not fit: {room}")
-        if cache.keys[0].size(0) != B:
-            raise ValueError(f"{B} sequences do not fit a cache of {cache.keys[0].size(0)}")
+        if cache.batch != B:
+            raise ValueError(f"{B} sequences do not fit a cache of {cache.batch}")
         idx = idx.contiguous()
         logits = torch.empty(B, t, self.V)
-        keys, values = ((ctypes.c_void_p * len(held))(*[x.data_ptr() for x in held]) for held in (cache.keys, cache.values))
-        name = f"step_{NAMES[self.dtype]}_{NAMES[cache.keys[0].dtype]}"
-        struct, capacity = ctypes.byref(self.struct), ctypes.c_long(cache.capacity)
-        call(name, struct, B, t, cache.length, capacity, idx, keys, values, logits)
-        cache.length += t
+        stores = [cache.store(layer) for layer in range(cache.n_layer)]
+        each = (ctypes.c_void_p * len(stores))(*map(ctypes.addressof, stores))
+        call(f"step_{NAMES[self.dtype]}", ctypes.byref(self.struct), B, t, cache.length, idx, stores[0].kind, each, logits)
+        cache.advance(t)
         return logits
 
 

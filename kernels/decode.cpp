@@ -6,20 +6,19 @@
 
 #include <vector>
 
-// Append k, v [B, n_kv, t, hd] to keys, values [B, n_kv, capacity, hd], which hold `past` tokens; then attend with
-// q [B, n_head, t, hd]: y [B, t, n_head, hd], contiguous. q, k, v come by their strides, the last one 1.
+// a layer of a dense cache: [B, n_kv, capacity, hd] each
+struct DenseStore { void *keys, *values; long capacity; };
+
 template <class T>
-static void attend(const Shape &s, int threads, const float *q, const long *qs, const float *k, const long *ks,
-                   const float *v, const long *vs, T *keys, T *values, float *y, float *partial) {
-    const int hd = s.hd;
+static void attend_dense(void *store, const Shape &s, int threads, const float *q, const long *qs, const float *k,
+                         const long *ks, const float *v, const long *vs, float *y, float *partial) {
+    const DenseStore &to = *(DenseStore *)store;
     auto held = [&](int b, int h, int begin, int end) {
-        const long first = ((long)b * s.n_kv + h) * s.capacity * hd;
-        for (int j = s.past > begin ? s.past : begin; j < end; j++)
-            for (int d = 0; d < hd; d++) {
-                from_float(k[b * ks[0] + h * ks[1] + (j - s.past) * ks[2] + d], keys + first + (long)j * hd + d);
-                from_float(v[b * vs[0] + h * vs[1] + (j - s.past) * vs[2] + d], values + first + (long)j * hd + d);
-            }
-        return Dense<T>{keys + first, values + first, hd};
+        const long first = ((long)b * s.n_kv + h) * to.capacity * s.hd;
+        T *keys = (T *)to.keys + first, *values = (T *)to.values + first;
+        append(s, k, ks, b, h, begin, end, keys);
+        append(s, v, vs, b, h, begin, end, values);
+        return Dense<T>{keys, values, s.hd};
     };
     attend_over(s, threads, q, qs, held, y, partial);
 }
@@ -112,11 +111,11 @@ struct Model {
 enum Weights { LN1_W, LN1_B, ATTN_W, ATTN_B, PROJ_W, PROJ_B, LN2_W, LN2_B, GATE_W, FC_W, FC_B, OUT_W, OUT_B, WEIGHTS };
 
 // logits[B, t, V] of the tokens idx[B, t] that follow the `past` ones in the cache; theirs are appended
-template <class T, class S>
-static void step(int threads, const Model &m, int B, int t, int past, long capacity, const long *idx, S *const *keys,
-                 S *const *values, float *logits) {
+template <class T>
+static void step(int threads, const Model &m, int B, int t, int past, const long *idx, Attend attend, void *const *stores,
+                 float *logits) {
     const int M = B * t, C = m.C, hd = m.hd, width = (m.n_head + 2 * m.n_kv) * hd;
-    const Shape shape = {B, m.n_kv, m.n_head / m.n_kv, t, hd, past, capacity};
+    const Shape shape = {B, m.n_kv, m.n_head / m.n_kv, t, hd, past};
     std::vector<float> x(M * C), qkv(M * width), y(M * C), h(M * m.inner), scratch(attend_scratch(shape, threads));
     const long strides[3] = {(long)t * width, hd, width};  // of q, k and v in qkv [B, t, heads, hd]
     float *q = qkv.data(), *k = q + m.n_head * hd, *v = k + m.n_kv * hd;
@@ -146,7 +145,7 @@ static void step(int threads, const Model &m, int B, int t, int past, long capac
                     }
                 }
             }
-            attend(shape, threads, q, strides, k, strides, v, strides, keys[layer], values[layer], y.data(), scratch.data());
+            attend(stores[layer], shape, threads, q, strides, k, strides, v, strides, y.data(), scratch.data());
             linear(M, C, C, y.data(), w[PROJ_W], w[PROJ_B], x.data(), ADD);
             norm(M, C, x.data(), w[LN2_W], w[LN2_B], m.llama, n.data());
             linear(M, C, m.inner, n.data(), w[FC_W], w[FC_B], h.data(), m.llama ? STORE : GELU);
@@ -158,22 +157,24 @@ static void step(int threads, const Model &m, int B, int t, int past, long capac
     }
 }
 
-#define ATTEND(name, S)                                                                                                 \
-    extern "C" void name(int threads, const Shape *s, const float *q, const long *qs, const float *k, const long *ks,   \
-                         const float *v, const long *vs, S *keys, S *values, float *y) {                                \
-        std::vector<float> scratch(attend_scratch(*s, threads));                                                        \
-        _Pragma("omp parallel num_threads(threads)")                                                                    \
-        attend(*s, threads, q, qs, k, ks, v, vs, keys, values, y, scratch.data());                                      \
-    }
-ATTEND(attend_float32, float)
-ATTEND(attend_bfloat16, bf16)
+// by the kind of store, as kernels/__init__.py counts them
+static Attend attend_of(int kind, const void *store) {
+    if (kind == 0) return attend_dense<float>;
+    if (kind == 1) return attend_dense<bf16>;
+    return kind == 2 ? attend_fp8(store) : kind == 3 ? attend_kivi(store) : attend_kvquant(store);
+}
 
-#define STEP(name, T, S)                                                                                                \
-    extern "C" void name(int threads, const Model *m, int B, int t, int past, long capacity, const long *idx,          \
-                         S *const *keys, S *const *values, float *logits) {                                             \
-        step<T, S>(threads, *m, B, t, past, capacity, idx, keys, values, logits);                                       \
+extern "C" void attend(int threads, const Shape *s, int kind, void *store, const float *q, const long *qs, const float *k,
+                       const long *ks, const float *v, const long *vs, float *y) {
+    std::vector<float> scratch(attend_scratch(*s, threads));
+#pragma omp parallel num_threads(threads)
+    attend_of(kind, store)(store, *s, threads, q, qs, k, ks, v, vs, y, scratch.data());
+}
+
+#define STEP(name, T)                                                                                                   \
+    extern "C" void name(int threads, const Model *m, int B, int t, int past, const long *idx, int kind,               \
+                         void *const *stores, float *logits) {                                                          \
+        step<T>(threads, *m, B, t, past, idx, attend_of(kind, stores[0]), stores, logits);                              \
     }
-STEP(step_float32_float32, float, float)
-STEP(step_float32_bfloat16, float, bf16)
-STEP(step_bfloat16_float32, bf16, float)
-STEP(step_bfloat16_bfloat16, bf16, bf16)
+STEP(step_float32, float)
+STEP(step_bfloat16, bf16)

@@ -266,41 +266,74 @@ template <int BITS> struct KVQuantHead {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-template <class Held> static void read(int threads, const Shape &s, const float *q, const long *qs, float *y, Held held) {
-    std::vector<float> scratch(attend_scratch(s, threads));
-#pragma omp parallel num_threads(threads)
-    attend_over(s, threads, q, qs, held, y, scratch.data());
+INLINE uint8_t to_fp8(float x, float scale, bool e5m2) {  // nearest, ties to even, within the format's range
+    const int fraction = e5m2 ? 2 : 3, lowest = e5m2 ? -14 : -6, drop = 23 - fraction;  // bits; exponent of the least normal number
+    const float limit = e5m2 ? 57344.0f : 448.0f;
+    x /= scale;
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    const uint8_t sign = bits >> 24 & 0x80;
+    x = fabsf(x);
+    if (x != x) return 0x7f;
+    if (x > limit) x = limit;
+    if (x < ldexpf(1.0f, lowest)) return sign | (uint8_t)rintf(ldexpf(x, fraction - lowest));
+    memcpy(&bits, &x, 4);
+    bits += (1u << (drop - 1)) - 1 + (bits >> drop & 1);
+    return sign | (uint8_t)((bits >> drop) - ((126 + lowest) << fraction));
 }
 
+template <bool E5M2> static FP8Head<E5M2> fp8_head(const Shape &s, const FP8 &f, int b, int h) {
+    const long first = ((long)b * s.n_kv + h) * f.room * s.hd;
+    const int at = f.per_head ? h : 0;
+    return {f.codes[0] + first, f.codes[1] + first, f.scales[0] ? f.scales[0][at] : 1.0f, f.scales[1] ? f.scales[1][at] : 1.0f, s.hd};
+}
 template <bool E5M2>
-static void read_format(int threads, const Shape &s, const FP8 &f, const float *q, const long *qs, float *y) {
-    read(threads, s, q, qs, y, [&](int b, int h, int, int) {
-        const long first = ((long)b * s.n_kv + h) * f.room * s.hd;
-        const float *ks = f.scales[0], *vs = f.scales[1];
-        const int at = f.per_head ? h : 0;
-        return FP8Head<E5M2>{f.codes[0] + first, f.codes[1] + first, ks ? ks[at] : 1.0f, vs ? vs[at] : 1.0f, s.hd};
-    });
+static void attend_format(void *store, const Shape &s, int threads, const float *q, const long *qs, const float *k, const long *ks,
+                          const float *v, const long *vs, float *y, float *partial) {
+    auto held = [&](int b, int h, int begin, int end) {
+        FP8Head<E5M2> head = fp8_head<E5M2>(s, *(const FP8 *)store, b, h);
+        for (int j = s.past > begin ? s.past : begin; j < end; j++)
+            for (int d = 0; d < s.hd; d++) {
+                const float *x = k + b * ks[0] + h * ks[1] + (j - s.past) * ks[2], *z = v + b * vs[0] + h * vs[1] + (j - s.past) * vs[2];
+                ((uint8_t *)head.keys)[(long)j * s.hd + d] = to_fp8(x[d], head.key_scale, E5M2);
+                ((uint8_t *)head.values)[(long)j * s.hd + d] = to_fp8(z[d], head.value_scale, E5M2);
+            }
+        return head;
+    };
+    attend_over(s, threads, q, qs, held, y, partial);
 }
-extern "C" void read_fp8(int threads, const Shape *s, const FP8 *f, const float *q, const long *qs, float *y) {
-    if (f->e5m2) read_format<true>(threads, *s, *f, q, qs, y);
-    else read_format<false>(threads, *s, *f, q, qs, y);
+Attend attend_fp8(const void *store) { return ((const FP8 *)store)->e5m2 ? attend_format<true> : attend_format<false>; }
+
+template <int BITS>
+static void attend_bits(void *store, const Shape &s, int threads, const float *q, const long *qs, const float *k, const long *ks,
+                        const float *v, const long *vs, float *y, float *partial) {
+    const KIVI &to = *(const KIVI *)store;
+    auto held = [&](int b, int h, int begin, int end) {  // new tokens go to the window
+        const long item = (long)b * s.n_kv + h, first = (item * to.window.room - to.start) * s.hd;
+        for (int which = 0; which < 2; which++) {
+            const float *x = which ? v : k;
+            const long *xs = which ? vs : ks;
+            void *window = (void *)to.window.held[which];
+            if (to.window.precision == FLOAT32) append(s, x, xs, b, h, begin, end, (float *)window + first);
+            else if (to.window.precision == BFLOAT16) append(s, x, xs, b, h, begin, end, (bf16 *)window + first);
+            else append(s, x, xs, b, h, begin, end, (f16 *)window + first);
+        }
+        return KIVIHead<BITS>{to, item, s.hd};
+    };
+    attend_over(s, threads, q, qs, held, y, partial);
+}
+Attend attend_kivi(const void *store) {
+    const int bits = ((const KIVI *)store)->bits;
+    return bits == 2 ? attend_bits<2> : bits == 3 ? attend_bits<3> : bits == 4 ? attend_bits<4> : attend_bits<8>;
 }
 
-template <int BITS> static void read_bits(int threads, const Shape &s, const KIVI &k, const float *q, const long *qs, float *y) {
-    read(threads, s, q, qs, y, [&](int b, int h, int, int) { return KIVIHead<BITS>{k, (long)b * s.n_kv + h, s.hd}; });
+template <int BITS>  // reads only: what is new is there already
+static void attend_tables(void *store, const Shape &s, int threads, const float *q, const long *qs, const float *, const long *,
+                          const float *, const long *, float *y, float *partial) {
+    auto held = [&](int b, int h, int, int) { return KVQuantHead<BITS>{*(const KVQuant *)store, b, h, s.hd}; };
+    attend_over(s, threads, q, qs, held, y, partial);
 }
-extern "C" void read_kivi(int threads, const Shape *s, const KIVI *k, const float *q, const long *qs, float *y) {
-    if (k->bits == 2) read_bits<2>(threads, *s, *k, q, qs, y);
-    if (k->bits == 3) read_bits<3>(threads, *s, *k, q, qs, y);
-    if (k->bits == 4) read_bits<4>(threads, *s, *k, q, qs, y);
-    if (k->bits == 8) read_bits<8>(threads, *s, *k, q, qs, y);
-}
-
-template <int BITS> static void read_bits(int threads, const Shape &s, const KVQuant &k, const float *q, const long *qs, float *y) {
-    read(threads, s, q, qs, y, [&](int b, int h, int, int) { return KVQuantHead<BITS>{k, b, h, s.hd}; });
-}
-extern "C" void read_kvquant(int threads, const Shape *s, const KVQuant *k, const float *q, const long *qs, float *y) {
-    if (k->bits == 2) read_bits<2>(threads, *s, *k, q, qs, y);
-    if (k->bits == 3) read_bits<3>(threads, *s, *k, q, qs, y);
-    if (k->bits == 4) read_bits<4>(threads, *s, *k, q, qs, y);
+Attend attend_kvquant(const void *store) {
+    const int bits = ((const KVQuant *)store)->bits;
+    return bits == 2 ? attend_tables<2> : bits == 3 ? attend_tables<3> : attend_tables<4>;
 }

@@ -54,6 +54,15 @@ INLINE float to_float(bf16 x) {
 }
 INLINE float to_float(f16 x) { return from_half(u16x8{x.bits})[0]; }
 INLINE void from_float(float x, float *to) { *to = x; }
+INLINE void from_float(float x, f16 *to) {  // round to nearest even; what does not fit becomes the largest there is
+    x = x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x;
+#if defined(__F16C__)
+    to->bits = _cvtss_sh(x, 0);
+#else
+    _Float16 half = (_Float16)x;
+    memcpy(to, &half, 2);
+#endif
+}
 INLINE void from_float(float x, bf16 *to) {  // round to nearest even, as torch does
     uint32_t bits;
     memcpy(&bits, &x, 4);

@@ -39,7 +39,7 @@ class DenseCache:
         shape = (batch, n_kv, capacity, head_dim)
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(n_layer)]
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(n_layer)]
-        self.capacity = capacity
+        self.n_layer, self.capacity, self.batch = n_layer, capacity, batch
         self.length = 0  # tokens held; advances when the last layer has appended
         self.position = None  # set by decoding.GraphStep: where the new token goes, as a tensor [1]; and in `window` up to
         self.window = None  # which token to look, since in a captured graph no shape may depend on the length
@@ -67,8 +67,9 @@ class DenseCache:
             return y.reshape(B, n_head, t, hd).to(k.dtype)
         if layer == len(self.keys) - 1:
             self.length = total
-        if kernels.attends(q, keys):
-            return kernels.attend(q, k, v, keys, values, past)
+        few = n_head // keys.size(1) * t <= kernels.MAX_ROWS
+        if few and kernels.attends(q) and (store := self.store(layer)) is not None:
+            return kernels.attend(q, k, v, past, store)
         keys[:, :, past:total] = k  # casts to the cache's dtype
         values[:, :, past:total] = v
         keys, values = keys[:, :, :total], values[:, :, :total]  # views [B, n_kv, total, hd]
@@ -85,6 +86,19 @@ class DenseCache:
             mask = torch.ones(t, total, dtype=torch.bool, device=q.device).tril(past).repeat(group, 1)  # [group*t, total]
         y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)  # [B, n_kv, group*t, hd]
         return y.reshape(B, n_head, t, hd).to(dtype)
+
+    def store(self, layer):
+        """The layer's tensors for the kernels, or None where they do not know their dtype."""
+        keys, values = self.keys[layer], self.values[layer]
+        return kernels.Dense(keys, values) if keys.dtype in kernels.NAMES else None
+
+    def at_once(self):
+        """How many tokens a step may append."""
+        return self.capacity
+
+    def advance(self, t):
+        """A step has appended t tokens to all layers."""
+        self.length += t
 
     def truncate(self, length):
         """Forget all but the first `length` tokens; exact. ValueError when there are fewer."""

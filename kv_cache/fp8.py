@@ -87,12 +87,10 @@ class FP8Cache(QuantisedCache):
         return self.block(1, layer, first, last)
 
     def store(self, layer):
-        """The layer's tensors for kernels.read."""
-        scales = (None, None) if self.scales is None else self.scales[:, layer]
+        """The layer's tensors for the kernels."""
         codes = kernels.pointers(*(codes[layer] for codes in self.codes))
-        return kernels.FP8(
-            codes, kernels.pointers(*scales), self.capacity, self.config.scale == "head", self.config.format == "e5m2"
-        )
+        scales = kernels.pointers(*((None, None) if self.scales is None else self.scales[:, layer]))
+        return kernels.FP8(codes, scales, self.capacity, self.config.scale == "head", self.config.format == "e5m2")
 
     def held(self):
         return {

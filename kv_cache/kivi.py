@@ -103,7 +103,7 @@ class KIVICache(QuantisedCache):
         # Full precision from token `start` on: the window, and before it packed tokens that a truncation may unpack.
         window = min(self.capacity, c.residual + c.group + -(-c.rollback // c.group) * c.group)
         self.window = [self.empty(B, n_kv, window, hd, dtype=self.dtype) for _ in range(2)]
-        self.start = 0
+        self.settle(0, 0)
         self.BLOCK = max(1, self.BLOCK // c.group) * c.group  # whole groups
 
     def packed(self, tokens):
@@ -117,15 +117,19 @@ class KIVICache(QuantisedCache):
             held = past + done
             n = min(t - done, self.packed(held) + self.config.residual + self.config.group - held)
             piece = slice(done, done + n)
-            for window, x in zip(self.window, (k, v), strict=True):
-                window[layer][:, :, held - start : held - start + n] = self.exact(x[:, :, piece])
-            self.reading = self.packed(held), start  # what `keys` and `values` see
-            ys.append(self.read(layer, q[:, :, piece], held))
+            self.reading = self.packed(held), start  # what this piece sees
+            ys.append(super().append(layer, q[:, :, piece], k[:, :, piece], v[:, :, piece], held))
             start = self.flush(layer, held, held + n, start)
             done += n
         if layer == self.n_layer - 1:
-            self.start = start
+            self.settle(past + t, start)
         return ys[0] if len(ys) == 1 else torch.cat(ys, dim=2)
+
+    def write(self, layer, k, v, at):
+        """New tokens go to the window."""
+        at -= self.reading[1]
+        for window, x in zip(self.window, (k, v), strict=True):
+            window[layer][:, :, at : at + x.size(2)] = self.exact(x)
 
     def flush(self, layer, before, now, start):
         """Pack the groups that have become old enough; returns the token at which the window now starts."""
@@ -166,13 +170,27 @@ class KIVICache(QuantisedCache):
         return self.block(1, layer, first, last)
 
     def store(self, layer):
-        """The layer's tensors for kernels.read, which knows the paper's axes and whole vectors of channels; else None."""
-        c, (packed, start) = self.config, self.reading
+        """The layer's tensors for the kernels, which know the paper's axes and whole vectors of channels; None for others."""
+        c = self.config
         if self.axes != ("channel", "token") or (c.group < self.head_dim and c.group % 8):
             return None
         codes, scales, zeros = (kernels.pointers(x[0][layer], x[1][layer]) for x in (self.codes, self.scales, self.zeros))
         window = kernels.Full(self.window[0][layer], self.window[1][layer])
-        return kernels.KIVI(codes, scales, zeros, self.codes[0][layer].size(2), c.bits, c.group, packed, start, window)
+        room = self.codes[0][layer].size(2)
+        return kernels.KIVI(codes, scales, zeros, room, c.bits, c.group, *self.reading, window)
+
+    def at_once(self):
+        """How many tokens may come before a group is packed."""
+        return self.packed(self.length) + self.config.residual + self.config.group - self.length
+
+    def advance(self, t):
+        """A step has appended t tokens to the windows of all layers."""
+        for layer in range(self.n_layer):
+            start = self.flush(layer, self.length, self.length + t, self.start)
+        self.settle(self.length + t, start)
+
+    def settle(self, length, start):
+        self.length, self.start, self.reading = length, start, (self.packed(length), start)
 
     def truncate(self, length):
         """
@@ -185,10 +203,10 @@ class KIVICache(QuantisedCache):
                 f"cache.rollback={self.length - length} would keep it (now {self.config.rollback})"
             )
         super().truncate(length)
-        self.start = min(self.start, length) if self.packed(length) < self.start else self.start
+        self.settle(length, min(self.start, length))
 
     def reset(self):
-        self.length = self.start = 0
+        self.settle(0, 0)
 
     def held(self):
         packed = self.packed(self.length)

@@ -258,8 +258,11 @@ class KVQuantCache(QuantisedCache):
         v.scatter_(2, self.value_index[layer][:, at].long(), self.value_outliers[layer][:, at].float())
         return self.heads(v)
 
+    def at_once(self):
+        return 0  # kernels.Step cannot write these: tokens go through the model, and kernels.read
+
     def store(self, layer):
-        """The layer's tensors for kernels.read."""
+        """The layer's tensors for the kernels."""
         c, fits = self.config, {name: x[layer] for name, x in self.fits.items()}
         tensors = [
             fits["key_middle"], fits["key_width"], fits["key_table"], fits["value_table"], self.middle[layer],
@@ -267,8 +270,9 @@ class KVQuantCache(QuantisedCache):
             self.key_outliers[layer], self.value_outliers[layer], *(self.rotary[1:] if self.rotates else (None, None)),
         ]  # fmt: skip
         at = [None if x is None else x.data_ptr() for x in tensors]
-        codes, sink = kernels.pointers(self.codes[0][layer], self.codes[1][layer]), kernels.Full(*(s[layer] for s in self.sink))
+        codes = kernels.pointers(self.codes[0][layer], self.codes[1][layer])
         sizes = (self.codes[0][layer].size(2), c.bits, self.batch, self.n_kv, 2 * self.ends, c.sink)
+        sink = kernels.Full(*(s[layer] for s in self.sink))
         return kernels.KVQuant(codes, *at[:2], (ctypes.c_void_p * 2)(*at[2:4]), *at[4:], *sizes, sink)
 
     def n_key_outliers(self):

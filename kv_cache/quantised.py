@@ -91,9 +91,16 @@ class QuantisedCache:
         return y
 
     def append(self, layer, q, k, v, past):
-        """Attention of new tokens that are quantised as they come, each token seeing its own code too."""
-        self.write(layer, k, v, past)
-        return self.read(layer, q, past)
+        """Append new tokens and attend, each of them to its own code too."""
+        store = self.store(layer) if kernels.attends(q) else None
+        if store is None or not store.writes:
+            self.write(layer, k, v, past)
+        if store is None:
+            return self.read(layer, q, past)
+        n = max(1, 256 // (q.size(1) // self.n_kv))  # tokens a call: their queries and scores stay in cache
+        parts = zip(*(x.float().split(n, dim=2) for x in (q, k, v)), strict=True)
+        ys = [kernels.attend(*part, past + i * n, store) for i, part in enumerate(parts)]
+        return ys[0] if len(ys) == 1 else torch.cat(ys, dim=2)
 
     def blocks(self, total):
         """The borders (first, last) of the blocks in which `total` held tokens are read."""
@@ -102,10 +109,6 @@ class QuantisedCache:
     def read(self, layer, q, past):
         """Attention of q [B, n_head, t, hd], at positions past.., over the store: an online softmax (arXiv 1805.02867)."""
         B, n_head, t, hd = q.shape
-        if kernels.reads(q) and (store := self.store(layer)) is not None:
-            rows = max(1, 256 // (n_head // self.n_kv))  # new tokens a call: its queries and their scores stay in cache
-            parts = [kernels.read(part, self.n_kv, past + i * rows, store) for i, part in enumerate(q.split(rows, dim=2))]
-            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         shape = (B, self.n_kv, n_head // self.n_kv, t)  # query head h = kv * group + g: [B, n_kv, group, t]
         rows = q.reshape(*shape, hd).float() / hd**0.5
         top = torch.full((*shape, 1), -torch.inf, device=q.device)
@@ -127,6 +130,14 @@ class QuantisedCache:
             part = scores.view(B, self.n_kv, n_rows[0], last - first) @ self.values(layer, first, last)
             y[:, :, :, skip:] = y[:, :, :, skip:] * shrink + part.view(B, self.n_kv, shape[2], t - skip, hd)
         return (y / weight).reshape(B, n_head, t, hd).to(q.dtype)
+
+    def at_once(self):
+        """How many tokens a step may append: kernels.Step does the whole of it, `write` included."""
+        return self.capacity
+
+    def advance(self, t):
+        """A step has appended t tokens to all layers."""
+        self.length += t
 
     def truncate(self, length):
         """Forget all but the first `length` tokens; exact. ValueError when there are fewer."""

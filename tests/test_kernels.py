@@ -43,8 +43,8 @@ def test_a_long_cache_split_over_threads_is_attended_to_whole(n_kv, t, dtype, th
     k, v = k.to(dtype).float(), v.to(dtype).float()  # what the cache can hold
     keys, values = torch.full((2, 1, n_kv, 500, hd), torch.nan, dtype=dtype)  # nothing beyond the held tokens is read
     keys[:, :, :past], values[:, :, :past] = k[:, :, :past], v[:, :, :past]
-    assert kernels.attends(q, keys)
-    y = kernels.attend(q, k[:, :, past:], v[:, :, past:], keys, values, past)
+    assert kernels.attends(q)
+    y = kernels.attend(q, k[:, :, past:], v[:, :, past:], past, kernels.Dense(keys, values))
     wanted = torch.softmax(
         (q.double() @ k.double().repeat_interleave(8 // n_kv, 1).transpose(2, 3) / hd**0.5).masked_fill(
             torch.ones(t, past + t, dtype=torch.bool).triu(past + 1), -torch.inf
@@ -61,10 +61,10 @@ def test_appending_in_bfloat16_rounds_as_torch_does():
     x = torch.cat(
         (random(1, 1, 64, 8), torch.tensor([1e-40, -0.0, 3e38, 1.00390625, 1.01171875, 0, 1, -1]).view(1, 1, 1, 8)), 2
     )
-    keys = torch.empty(1, 1, 65, 8, dtype=torch.bfloat16)
+    keys, values = torch.empty(2, 1, 1, 65, 8, dtype=torch.bfloat16)
     for i in range(65):
         new = x[:, :, i : i + 1].contiguous()
-        kernels.attend(new, new, new, keys, torch.empty_like(keys), i)
+        kernels.attend(new, new, new, i, kernels.Dense(keys, values))
     assert torch.equal(keys, x.bfloat16())
 
 
@@ -74,7 +74,7 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(n_kv):
     q, k, v = 300 * random(1, 8, 1, 8), 300 * random(1, n_kv, 200, 8, seed=1), random(1, n_kv, 200, 8, seed=2)
     keys, values = torch.empty(2, 1, n_kv, 200, 8)
     keys[:, :, :199], values[:, :, :199] = k[:, :, :199], v[:, :, :199]
-    y = kernels.attend(q, k[:, :, 199:], v[:, :, 199:], keys, values, 199)
+    y = kernels.attend(q, k[:, :, 199:], v[:, :, 199:], 199, kernels.Dense(keys, values))
     assert (y - attend(q, k, v, past=199)).abs().max() < 1e-5
 
 
@@ -84,7 +84,7 @@ def test_a_key_that_is_no_number_is_not_hidden():
     k[0, 1, 7, 3] = torch.nan
     keys, values = torch.empty(2, 1, 2, 40, 8)
     keys[:, :, :39], values[:, :, :39] = k[:, :, :39], v[:, :, :39]
-    y = kernels.attend(random(1, 8, 1, 8), k[:, :, 39:], v[:, :, 39:], keys, values, 39)
+    y = kernels.attend(random(1, 8, 1, 8), k[:, :, 39:], v[:, :, 39:], 39, kernels.Dense(keys, values))
     assert y[0, :4].isfinite().all() and y[0, 4:].isnan().all()
     y = kernels.causal_attention(random(1, 8, 40, 8), k, v)
     assert y[0, :4].isfinite().all() and y[0, 4:, :7].isfinite().all() and y[0, 4:, 7:].isnan().all()
