@@ -33,6 +33,8 @@ def tokenizer_from(state):
         return CharTokenizer(state["chars"])
     if kind == "gpt2":
         return BPETokenizer()
+    if kind == "recall":
+        raise InputError("a checkpoint of data=recall knows keys and values, not text; its run's metrics hold val/accuracy")
     raise InputError(f"tokenizer kind {kind!r} is not known; allowed: 'char' with its characters, 'gpt2'")
 
 
