@@ -119,6 +119,7 @@ def evaluate_checkpoint(path, cfg, device):
     """Measure one checkpoint, print and record it; or print the record, if this was measured before."""
     checkpoint = load_checkpoint(path, device)
     was = checkpoint["config"]
+    tokenizer = tokenizer_from(checkpoint["tokenizer"])
     model = load_model(checkpoint, device).eval()
     c = model.config
     data = load_data(checkpoint["data"]["dataset"], cfg.source, c.block_size)
@@ -148,7 +149,6 @@ def evaluate_checkpoint(path, cfg, device):
         print(f"  validation loss {loss:.4f} nats per token (iteration {checkpoint['iteration']}, whole split)")
 
         # a real generation of the checkpoint itself, inside its context
-        tokenizer = tokenizer_from(checkpoint["tokenizer"])
         idx = torch.from_numpy(data.val[: c.block_size // 4].astype("int64")).to(device)[None]  # [1, T]
         cache = make_cache(model, c.block_size)
         new = list(generate(model, idx, c.block_size // 2, cache, temperature=0.8, generator=rng(1, "sample")))
