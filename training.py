@@ -318,7 +318,9 @@ def train(model, data, cfg, config, folder, *, device, wandb, job_type, first_ba
         optimizer.load_state_dict(last["optimizer"])
         iteration, elapsed = last["iteration"], last["elapsed_s"]
         best, dtype = last["best_val_loss"], last["dtype"]  # auto is answered once a run
-        val = last.get("val", {"val/loss": last["val_loss"]})  # older checkpoints hold the loss alone
+        val = last.get("val", {})
+        if last["val_loss"] is not None:
+            val.setdefault("val/loss", last["val_loss"])  # all that older checkpoints hold
         # checkpoints of before there was a choice do not name it
         attention, attention_why = last.get("attention", next(iter(ATTENTION))), "as before"
     elif cfg.compile:
