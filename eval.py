@@ -159,6 +159,7 @@ def evaluate_checkpoint(path, cfg, device):
     """Measure one checkpoint, print and record it; or print the record, if this was measured before."""
     checkpoint = load_checkpoint(path, device)
     was = checkpoint["config"]
+    tokenizer = tokenizer_from(checkpoint["tokenizer"])
     model = load_model(checkpoint, device).eval()
     c = model.config
     window = cfg.window or c.block_size
@@ -209,7 +210,6 @@ def evaluate_checkpoint(path, cfg, device):
         report_loss(losses, read)
 
         # a real generation of the checkpoint itself, inside its context
-        tokenizer = tokenizer_from(checkpoint["tokenizer"])
         idx = torch.from_numpy(data.val[: window // 4].astype("int64")).to(device)[None]  # [1, T]
         cache = new_cache(model, window, 1)
         new = list(generate(model, idx, min(128, window // 2), cache, temperature=0.8, generator=rng(1, "sample")))

@@ -297,11 +297,12 @@ class GPT(nn.Module):
         return self.ln_f(x)
 
     def forward(self, idx, targets=None, cache=None):
-        """idx [B, T] -> logits [B, T, V] and, given targets [B, T], the mean cross-entropy in nats (else None)."""
+        """idx [B, T] -> logits [B, T, V] and, given targets [B, T], the mean cross-entropy in nats (else None); no loss where a target is -1."""
         logits = self.lm_head(self.features(idx, cache))  # [B, T, V]
         if targets is None:
             return logits, None
-        loss = F.cross_entropy(logits.float().view(-1, logits.size(-1)), targets.reshape(-1))  # [B*T, V], [B*T]
+        flat = logits.float().view(-1, logits.size(-1)), targets.reshape(-1)  # [B*T, V], [B*T]
+        loss = F.cross_entropy(*flat, ignore_index=-1)
         return logits, loss
 
     def optimizer(self, lr, betas, weight_decay):

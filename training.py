@@ -7,6 +7,7 @@ and the same dropout whether it is reached in one go or after any number of inte
 
 import contextlib
 import ctypes
+import hashlib
 import importlib
 import json
 import math
@@ -23,6 +24,7 @@ from tqdm import tqdm
 
 import kernels
 from cli import InputError
+from data.recall import task as recall
 from model import causal_attention, rng, rng_seed
 from storage import load_checkpoint, save_checkpoint
 from tracking import Run, commit, provenance
@@ -146,6 +148,9 @@ def pick_attention(config, batch_size, device, dtype):
 # data
 
 
+RECALL_EXAMPLES = 16  # for each of 8 distances: one of these 128 is 0.8 % of the accuracy
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """configs/data/: the data set's folder, and a text of one's own (None: Tiny Shakespeare)."""
@@ -168,12 +173,65 @@ class Data:
         meta = self.meta
         return {key: meta[key] for key in ("dataset", "corpus", "sha256", "origin", "vocab_size", "tokens")}
 
+    def batch(self, *args):
+        """get_batch of the training split, which see for the arguments."""
+        return get_batch(self.train, *args)
+
+    def samples(self, n, T):
+        """n windows of T tokens spread over the training split: pairs of inputs and targets [1, T]."""
+        for start in np.linspace(0, len(self.train) - T - 1, n).astype(int):
+            window = torch.from_numpy(self.train[start : start + T + 1].astype(np.int64))[None]  # [1, T+1]
+            yield window[:, :-1], window[:, 1:]
+
+    def evaluate(self, model):
+        """What validation finds, by its names in the log."""
+        return {"val/loss": evaluate(model, self.val)}
+
+
+class Recall(Data):
+    """Associative recall, data/recall/: `val` is its fixed examples, and there is no `train`, as each batch is made anew."""
+
+    def batch(self, batch_size, block_size, seed, iteration, device="cpu"):
+        """Inputs and targets [B, T] of one iteration, about batch_size * block_size tokens, the same for every n_kv."""
+        idx, targets = recall.batch(rng(seed, "data", iteration), iteration, batch_size * block_size, block_size)
+        return idx.to(device), targets.to(device)
+
+    def samples(self, n, T):
+        """n sequences of T tokens as the end of training has them: pairs of inputs and targets [1, T]."""
+        after = 2 * recall.CURRICULUM[-1][0]
+        return (recall.batch(rng(0, "samples", i), after, T, T) for i in range(n))
+
+    def evaluate(self, model):
+        """Mean loss of the answers, in nats and float32, and how many of them are the most likely token."""
+        return recall_loss(model, *self.val)
+
+
+def load_recall(source, block_size):
+    """The data set of associative recall for a context. InputError for a text, and for a context too short for two pairs."""
+    if source is not None:
+        raise InputError(f"data.source={source} is not allowed: recall makes its own sequences")
+    if block_size < 32:
+        raise InputError(f"model.block_size={block_size} is too short for data=recall: at least 32")
+    val = tokens, answers, _ = recall.examples(block_size, RECALL_EXAMPLES)
+    meta = {
+        "dataset": "recall",
+        "corpus": "recall",
+        "sha256": hashlib.sha256(torch.cat((tokens, answers[:, None]), dim=1).numpy().tobytes()).hexdigest(),
+        "origin": "data/recall/task.py",
+        "vocab_size": recall.VOCAB_SIZE,
+        "tokens": {"val": tokens.numel()},
+        "tokenizer": {"kind": "recall", "keys": recall.KEYS, "values": recall.VALUES},
+    }
+    return Recall(None, val, meta)
+
 
 def load_data(name, source=None, block_size=None):
     """Prepare (if needed) and open a data set by its folder's name. InputError when a split is too short to train on."""
+    if name == "recall":
+        return load_recall(source, block_size)
     folders = sorted(p.parent.name for p in Path(__file__).parent.glob("data/*/prepare.py"))
     if name not in folders:
-        raise InputError(f"data={name!r} is unknown: {', '.join(folders)}")
+        raise InputError(f"data={name!r} is unknown: {', '.join(sorted([*folders, 'recall']))}")
     folder = importlib.import_module(f"data.{name}.prepare").prepare(source)
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     splits = {split: np.memmap(folder / f"{split}.bin", dtype=np.uint16, mode="r") for split in ("train", "val")}
@@ -227,6 +285,21 @@ def evaluate(model, tokens, batch_size=None, window=None):
     return total / (len(tokens) - 1)
 
 
+@torch.no_grad()
+def recall_loss(model, tokens, answers, distances):
+    """Mean loss, in float32, and accuracy of the answers [N] to the last of tokens [N, T]; 8,192 tokens at a time."""
+    was_training = model.training
+    model.eval()
+    device, batch_size = next(model.parameters()).device, max(1, 8192 // tokens.size(1))
+    total, right = 0.0, 0
+    for x, y in zip(tokens.split(batch_size), answers.to(device).split(batch_size), strict=True):
+        logits = model.lm_head(model.features(x.to(device))[:, -1]).float()  # [B, V]
+        total += F.cross_entropy(logits, y, reduction="sum").item()
+        right += (logits.argmax(dim=1) == y).sum().item()
+    model.train(was_training)
+    return {"val/loss": total / len(answers), "val/accuracy": right / len(answers)}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the loop
 
@@ -255,13 +328,16 @@ def train(model, data, cfg, config, folder, *, device, wandb, job_type, first_ba
     dtype, why = pick_dtype(cfg.dtype, device)
     model.to(device).train()
     optimizer = model.optimizer(cfg.lr, (cfg.beta1, cfg.beta2), cfg.weight_decay)
-    iteration, val_loss, best, elapsed = 0, None, math.inf, 0.0
+    iteration, val, best, elapsed = 0, {}, math.inf, 0.0
     if (folder / "last.pt").exists():
         last = load_checkpoint(folder / "last.pt", device)
         model.load_state_dict(last["model"])
         optimizer.load_state_dict(last["optimizer"])
         iteration, elapsed = last["iteration"], last["elapsed_s"]
-        val_loss, best, dtype = last["val_loss"], last["best_val_loss"], last["dtype"]  # auto is answered once a run
+        best, dtype = last["best_val_loss"], last["dtype"]  # auto is answered once a run
+        val = last.get("val", {})
+        if last["val_loss"] is not None:
+            val.setdefault("val/loss", last["val_loss"])  # all that older checkpoints hold
         # checkpoints of before there was a choice do not name it
         attention, attention_why = last.get("attention", next(iter(ATTENTION))), "as before"
     elif cfg.compile:
@@ -286,7 +362,8 @@ def train(model, data, cfg, config, folder, *, device, wandb, job_type, first_ba
             "optimizer": optimizer.state_dict(),
             "iteration": iteration,
             "total_iterations": (parent or {}).get("total_iterations", 0) + iteration,
-            "val_loss": val_loss,
+            "val": val,
+            "val_loss": val.get("val/loss"),
             "best_val_loss": best,
             "elapsed_s": elapsed + time.perf_counter() - start,
             "seed": seed,
@@ -305,18 +382,18 @@ def train(model, data, cfg, config, folder, *, device, wandb, job_type, first_ba
         tqdm(total=cfg.steps, initial=iteration, desc=name, unit="step", disable=None, dynamic_ncols=True) as bar,
     ):  # fmt: skip
         start = time.perf_counter()
-        steps_timed, seconds_timed, spoken = 0, 0.0, start
+        steps_timed, tokens_timed, seconds_timed, spoken = 0, 0, 0.0, start
         while True:
             # evaluate, save
             metrics = {}
             resumed = iteration == first > 0
             if iteration == cfg.steps or (iteration and iteration % cfg.eval_interval == 0):
                 if not resumed:  # else the checkpoint knows it
-                    val_loss = evaluate(model, data.val)
-                    if val_loss < best:
-                        best = val_loss
+                    val = data.evaluate(model)
+                    if val["val/loss"] < best:
+                        best = val["val/loss"]
                         save_checkpoint(folder / "best.pt", checkpoint())
-                metrics = {"val/loss": val_loss, "val/best": best}
+                metrics = {**val, "val/best": best}
             if not resumed and (metrics or iteration % cfg.save_interval == 0):
                 save_checkpoint(folder / "last.pt", checkpoint())
             if iteration == cfg.steps:
@@ -330,7 +407,7 @@ def train(model, data, cfg, config, folder, *, device, wandb, job_type, first_ba
                 group["lr"] = lr
             if model.config.dropout:
                 torch.manual_seed(rng_seed(seed, "dropout", first_batch + iteration))  # dropout knows only the global one
-            x, y = get_batch(data.train, cfg.batch_size, T, seed, first_batch + iteration, device)
+            x, y = data.batch(cfg.batch_size, T, seed, first_batch + iteration, device)
             with autocast(device, dtype):
                 _, loss = stepper(x, y)
             train_loss = loss.item()
@@ -344,19 +421,20 @@ def train(model, data, cfg, config, folder, *, device, wandb, job_type, first_ba
 
             # log
             steps_timed += 1
+            tokens_timed += x.numel()
             now = time.perf_counter()
             seconds_timed += now - step_start
             if iteration % cfg.log_interval == 0 or metrics:
-                rate = steps_timed * cfg.batch_size * T / seconds_timed
+                rate = tokens_timed / seconds_timed
                 metrics |= {"train/loss": train_loss, "lr": lr, "grad_norm": norm}
                 metrics |= {"tokens_per_s": rate, "elapsed_s": elapsed + now - start}
                 run.log(metrics, step=iteration)
-                val = "" if val_loss is None else f"val {val_loss:.3f}, "
-                bar.set_postfix_str(f"loss {train_loss:.3f}, {val}{rate:,.0f} tok/s")
+                said = "".join(f"{key.replace('/', ' ').removesuffix(' loss')} {value:.3f}, " for key, value in val.items())
+                bar.set_postfix_str(f"loss {train_loss:.3f}, {said}{rate:,.0f} tok/s")
                 if bar.disable and (now - spoken > 20 or "val/loss" in metrics):
                     eta = (cfg.steps - iteration) * seconds_timed / steps_timed
                     print(
-                        f"{name}: step {iteration}/{cfg.steps}, loss {train_loss:.3f}, {val}"
+                        f"{name}: step {iteration}/{cfg.steps}, loss {train_loss:.3f}, {said}"
                         f"{rate:,.0f} tokens/s, ETA {eta // 60:.0f}:{eta % 60:02.0f}",
                         flush=True,
                     )
@@ -365,7 +443,7 @@ def train(model, data, cfg, config, folder, *, device, wandb, job_type, first_ba
             bar.update()
         summary = {
             **(extra or {}),
-            "val_loss_final": val_loss,
+            **{f"{key.replace('/', '_')}_final": value for key, value in val.items()},
             "val_loss_best": best,
             "steps": cfg.steps,
             "n_kv": model.config.n_kv,
@@ -379,7 +457,7 @@ def train(model, data, cfg, config, folder, *, device, wandb, job_type, first_ba
             "elapsed_s": elapsed + time.perf_counter() - start,
         }
         if seconds_timed:
-            summary["tokens_per_s"] = steps_timed * cfg.batch_size * T / seconds_timed
+            summary["tokens_per_s"] = tokens_timed / seconds_timed
         run.summary(summary)
     return summary
 
@@ -391,7 +469,7 @@ def autocast(device, dtype):
 def compiled(model, data, cfg, T, device, dtype):
     """torch.compile'd model, tried once; the plain model, with one line, where there is no working compiler."""
     stepper = torch.compile(model)
-    x, y = get_batch(data.train, cfg.batch_size, T, 0, 0, device)
+    x, y = data.batch(cfg.batch_size, T, 0, 0, device)
     try:
         with autocast(device, dtype):
             stepper(x, y)[1].backward()

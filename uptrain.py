@@ -20,7 +20,7 @@ from cli import InputError, script, strict
 from convert import pool_heads
 from storage import find_checkpoint, load_checkpoint, load_model, open_run
 from tracking import WandbConfig
-from training import TrainConfig, evaluate, load_data, set_up_device, train
+from training import TrainConfig, load_data, set_up_device, train
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ def main(cfg):
         "pool": cfg.pool,
         "fraction": fraction,
         "parent_steps": parent_steps,
-        "loss_parent": evaluate(parent.to(device), data.val),
-        "loss_pooled": evaluate(model.to(device), data.val),
+        "loss_parent": data.evaluate(parent.to(device))["val/loss"],
+        "loss_pooled": data.evaluate(model.to(device))["val/loss"],
         "loss_uniform": math.log(model.config.vocab_size),
     }
     summary = train(

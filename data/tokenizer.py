@@ -38,6 +38,8 @@ def tokenizer_from(state):
         return BPETokenizer()
     if kind == "smollm" and isinstance(state.get("tokens"), str) and type(state.get("n_special")) is int:
         return SmolLMTokenizer(state["tokens"].split(" "), state["n_special"])
+    if kind == "recall":
+        raise InputError("a checkpoint of data=recall knows keys and values, not text: retrieval.py measures it")
     raise InputError(f"tokenizer kind {kind!r} is not known; allowed: 'char' or 'smollm' with what they consist of, 'gpt2'")
 
 
