@@ -25,6 +25,7 @@ from tracking import commit, provenance
 from training import load_data, set_up_device
 
 BITS = (2, 3, 4)
+WINDOW = 2048  # tokens of the longest window, as in the paper
 
 
 def collect(model, samples):
@@ -74,12 +75,13 @@ def calibrate(path, cfg, device):
     if file.exists() and not cfg.again:
         print(f"{name}: {file} is there (again=true makes it anew)")
         return
-    data = load_data(checkpoint["data"]["dataset"], cfg.source, c.block_size)
+    context = min(c.block_size, WINDOW)
+    data = load_data(checkpoint["data"]["dataset"], cfg.source, context)
     if checkpoint["data"]["sha256"] not in (None, data.meta["sha256"]):  # None: trained on none of our texts
         raise InputError(
             f"{path} was trained on {checkpoint['data']['corpus']}, not on {data.meta['corpus']}: give source= its text"
         )
-    T = min(c.block_size, cfg.tokens)
+    T = min(context, cfg.tokens)
     n = max(1, cfg.tokens // T)
     start = time.perf_counter()
     keys, values, key_grads, value_grads = collect(model, [(x.to(device), y.to(device)) for x, y in data.samples(n, T)])
