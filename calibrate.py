@@ -25,6 +25,7 @@ from tracking import commit, provenance
 from training import load_data, set_up_device
 
 BITS = (2, 3, 4)
+PICTURE = 128  # tokens
 WINDOW = 2048  # tokens of the longest window, as in the paper
 
 
@@ -88,9 +89,10 @@ def calibrate(path, cfg, device):
     fits = {}
     print(f"{name}: n_kv={c.n_kv}, {n * T:,} tokens of {data.meta['corpus']}")
     print("  layer   largest key   value   widest key channel / median: before, after rotary positions")
-    key_amax, value_amax = [], []
+    key_amax, value_amax, value_reach, reaches = [], [], [], {True: [], False: []}
     for layer in tqdm(range(c.n_layer), desc="k-means", unit="layer", disable=None, leave=False):
         v, dv = (x[layer].flatten(2).flatten(0, 1).float() for x in (values, value_grads))  # [n*T, C]
+        value_reach.append(v.abs().amax(dim=0))  # [C]
         ratio = []
         for pre_rope in (True, False) if c.dialect == "llama" else (True,):
             k, dk = keys[layer], key_grads[layer]
@@ -99,17 +101,25 @@ def calibrate(path, cfg, device):
             k, dk = (x.flatten(2).flatten(0, 1).float() for x in (k, dk))  # [n*T, C]
             reach = k.abs().amax(dim=0)
             ratio.append(f"{reach.max() / reach.median():.1f}")
+            reaches[pre_rope].append(reach)
             for outliers in sorted({0.0, *cfg.outliers}):
                 for bits, fitted in zip(BITS, fit(k, v, dk.square(), dv.square(), BITS, outliers), strict=True):
                     fits.setdefault(fit_key(bits, outliers, pre_rope), []).append(fitted)
         key_amax.append(turned(model, keys[layer]).abs().amax(dim=(0, 1, 3)))  # [n_kv]
         value_amax.append(values[layer].abs().amax(dim=(0, 1, 3)))
         tqdm.write(f"  {layer:>5}   {key_amax[-1].max():>11.2f}   {value_amax[-1].max():>5.2f}   {', '.join(ratio)}")
+    # for pictures: how far each channel reaches, and some tokens of the layer whose keys have the widest channel
+    reach = {"keys": reaches[True], "turned": reaches[False], "values": value_reach}
+    widest = max(range(c.n_layer), key=lambda i: (reaches[True][i].max() / reaches[True][i].median()).item())
+    tokens = {"keys": keys[widest], "turned": turned(model, keys[widest]), "values": values[widest]}
+    picture = {name: x[0, :PICTURE].flatten(1).half() for name, x in tokens.items()}  # [PICTURE, C]
     save_checkpoint(
         file,
         {
             "weights": weights, "tokens": n * T, "data": checkpoint["data"], "key_amax": torch.stack(key_amax),
-            "value_amax": torch.stack(value_amax), "fits": fits, "commit": commit(provenance()),
+            "value_amax": torch.stack(value_amax), "fits": fits, "picture": {"layer": widest, **picture},
+            "reach": {name: torch.stack(x) for name, x in reach.items() if x},  # [n_layer, C]
+            "commit": commit(provenance()),
         },
     )  # fmt: skip
     print(f"  {file}: {file.stat().st_size:,} bytes, {time.perf_counter() - start:.0f} s", flush=True)
