@@ -1,0 +1,119 @@
+"""Quantised caches hold what their papers say, to the byte, however the tokens arrive, and attention reads just that."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantised_cases import CONFIGS, cache_of, check_stored, equal, feed, held, label, pieces, random_qkv, raw, reference_of
+from quantised_reference import attention
+from reference import SHAPES
+
+from kv_cache.dense import DenseCache
+from kv_cache.fp8 import FP8Config
+from kv_cache.kivi import KIVIConfig
+from kv_cache.kvquant import KVQuantConfig
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what is stored, and its bytes
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("n_kv", SHAPES)
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
+def test_what_is_held_and_its_bytes_are_those_of_the_papers_and_of_the_formula_at_every_length(config, n_kv, batch):
+    lengths = sorted({0, 1, 7, 8, 9, 10, 16, 17, 20, 21, 28, 52, 61, 70})
+    cache = cache_of(config, n_kv, 75, batch, n_layer=2)
+    qkv = random_qkv(n_kv, 70, batch)
+    layers = [reference_of(cache, layer, *(-x if layer else x for x in qkv[1:])) for layer in range(2)]
+    for before, now in zip([0, *lengths], lengths, strict=False):
+        if now > before:
+            feed(cache, [x[:, :, :now] for x in qkv], [now - before])
+        expected = [layer.arrays(now) for layer in layers]
+        assert cache.length == now
+        assert cache.nbytes() == cache.formula() == {n: sum(a.nbytes for e in expected for a in e[n]) for n in expected[0]}
+        check_stored(cache, expected)
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in raw(cache)}
+        assert cache.capacity_nbytes() == sum(storages.values()) >= sum(cache.nbytes().values())
+
+
+@pytest.mark.parametrize("config", [FP8Config(scale="head"), KIVIConfig(2, 4, 5), KVQuantConfig(2, 0.1)], ids=label)
+def test_thirty_two_sequences_and_half_precision_are_counted_and_stored_as_well(config):
+    cache, qkv = cache_of(config, 2, 20, 32, n_layer=1, dtype=torch.float16), random_qkv(2, 19, 32)
+    feed(cache, qkv, [15, 4])
+    expected = [reference_of(cache, 0, *qkv[1:]).arrays(19)]
+    assert cache.nbytes() == cache.formula() == {n: sum(a.nbytes for a in arrays) for n, arrays in expected[0].items()}
+    check_stored(cache, expected)
+
+
+@pytest.mark.parametrize("bits, group", [(2, 32), (3, 16), (4, 32), (8, 64)])
+def test_a_kivi_cache_falls_exactly_with_the_number_of_kv_heads(bits, group):
+    total = {}
+    for n_kv in SHAPES:
+        cache = cache_of(KIVIConfig(bits, group, residual=32), n_kv, 130, batch=2)
+        feed(cache, random_qkv(n_kv, 130, 2), [130])
+        total[n_kv] = cache.nbytes()
+    for name in total[8]:
+        assert total[8][name] == 4 * total[2][name] == 8 * total[1][name] > 0
+
+
+def test_two_thousand_tokens_at_two_bits_take_less_than_a_fourth_and_a_half_of_sixteen_bits():
+    cache = cache_of(KIVIConfig(2, 32, 32), 2, 2000, hd=64, dtype=torch.float16)
+    dense = DenseCache(1, 2, 64, 2000, dtype=torch.float16)
+    qkv = random_qkv(2, 2000, n_head=2, hd=64)
+    feed(cache, qkv, [2000])
+    dense.attend(0, *qkv)
+    full = sum(dense.nbytes().values())
+    assert full == 2 * 2 * 64 * 2000 * 2
+    assert full > 4.5 * sum(cache.nbytes().values()) and full > 4.5 * cache.capacity_nbytes()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one chunk, several, single steps; and the reference's attention
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("n_kv", SHAPES)
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
+def test_however_tokens_arrive_the_same_is_stored_and_attended_to(config, n_kv):
+    T, batch = 41, 2
+    qkv = random_qkv(n_kv, T, batch)
+    ways = {sizes: cache_of(config, n_kv, T, batch, n_layer=2) for sizes in ((T,), (1,) * T, (9, 1, 7, 24), (17, 17, 7))}
+    ys = {sizes: feed(cache, qkv, list(sizes)) for sizes, cache in ways.items()}
+    once = held(ways[T,])
+    for sizes, cache in ways.items():
+        assert equal(held(cache), once), sizes
+        for layer in range(2):
+            assert (ys[sizes][layer] - ys[T,][layer]).abs().max() < 1e-5
+    for layer in range(2):
+        reference = reference_of(ways[T,], layer, *(-x if layer else x for x in qkv[1:]))
+        expected = attention((-qkv[0] if layer else qkv[0]).numpy(), reference)
+        assert np.abs(ys[T,][layer].numpy() - expected).max() < 1e-5
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
+def test_a_context_of_several_blocks_is_read_like_a_short_one(config):
+    T = 257
+    qkv = random_qkv(2, T, n_head=4)
+    once, pieces = cache_of(config, 2, T), cache_of(config, 2, T)
+    [y], [again] = feed(once, qkv, [T]), feed(pieces, qkv, [100, 1, 28, 1, 127])
+    assert equal(held(once), held(pieces)) and (y - again).abs().max() < 1e-5
+    assert np.abs(y.numpy() - attention(qkv[0].numpy(), reference_of(once, 0, *qkv[1:]))).max() < 1e-5
+
+
+@pytest.mark.usefixtures("way")
+@given(
+    data=st.data(), bits=st.sampled_from([2, 3, 4, 8]), group=st.integers(1, 9), residual=st.integers(0, 9), hd=st.integers(1, 9),
+    rollback=st.integers(0, 9), axes=st.tuples(*2 * [st.sampled_from(["channel", "token"])]), T=st.integers(1, 40),
+)  # fmt: skip
+@settings(max_examples=25)
+def test_any_kivi_cache_in_any_pieces_agrees_with_the_reference(data, bits, group, residual, hd, rollback, axes, T):
+    cache = cache_of(KIVIConfig(bits, group, residual, *axes, rollback), 2, T + data.draw(st.integers(0, 5)), hd=hd)
+    qkv = random_qkv(2, T, n_head=4, hd=hd)
+    sizes = pieces(data, T)
+    [y] = feed(cache, qkv, sizes)
+    reference = reference_of(cache, 0, *qkv[1:])
+    check_stored(cache, [reference.arrays(T)])
+    assert cache.nbytes() == cache.formula()
+    assert np.abs(y.numpy() - attention(qkv[0].numpy(), reference)).max() < 1e-5
