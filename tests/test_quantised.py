@@ -5,14 +5,28 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantised_cases import CONFIGS, cache_of, check_stored, equal, feed, held, label, pieces, random_qkv, raw, reference_of
+from quantised_cases import (
+    CONFIGS,
+    cache_of,
+    check_stored,
+    equal,
+    feed,
+    held,
+    label,
+    pieces,
+    random_fits,
+    random_qkv,
+    raw,
+    reference_of,
+)  # fmt: skip
 from quantised_reference import attention
-from reference import SHAPES
+from reference import DIALECTS, SHAPES, small_model, tokens, turn
 
+from decoding import make_cache
 from kv_cache.dense import DenseCache
 from kv_cache.fp8 import FP8Config
 from kv_cache.kivi import KIVIConfig
-from kv_cache.kvquant import KVQuantConfig
+from kv_cache.kvquant import KVQuantConfig, fit_key
 
 # ---------------------------------------------------------------------------------------------------------------------
 # what is stored, and its bytes
@@ -117,3 +131,88 @@ def test_any_kivi_cache_in_any_pieces_agrees_with_the_reference(data, bits, grou
     check_stored(cache, [reference.arrays(T)])
     assert cache.nbytes() == cache.formula()
     assert np.abs(y.numpy() - attention(qkv[0].numpy(), reference)).max() < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# through a whole model
+
+
+def calibration(model, config):
+    """As calibrate.py writes it, of random numbers."""
+    c = model.config
+    draw = torch.Generator().manual_seed(1)
+    amax = {name: 1 + 4 * torch.rand(c.n_layer, c.n_kv, generator=draw) for name in ("key_amax", "value_amax")}
+    if not isinstance(config, KVQuantConfig):
+        return amax
+    fits = random_fits(c.n_layer, c.n_kv * c.head_dim, config.bits)
+    return amax | {"fits": {fit_key(config.bits, config.outliers, config.pre_rope): fits}}
+
+
+def listen(cache):
+    """What each layer is asked and answers from now on: lists of (q, k, v, y)."""
+    heard, attend = [[] for _ in range(cache.n_layer)], cache.attend
+
+    def listening(layer, q, k, v):
+        y = attend(layer, q, k, v)
+        heard[layer].append((q, k, v, y))
+        return y
+
+    cache.attend = listening
+    return lambda layer: [torch.cat(parts, dim=2) for parts in zip(*heard[layer], strict=True)]
+
+
+MODEL_CONFIGS = [
+    FP8Config(), FP8Config("e4m3", "layer"), FP8Config("e5m2", "head"), KIVIConfig(2, 4, 4), KIVIConfig(4, 4, 0), KIVIConfig(8, 16, 5),
+    KVQuantConfig(2, 0.1), KVQuantConfig(3, 0.0, 0), KVQuantConfig(4, 0.01, 3),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("config", [*MODEL_CONFIGS, KVQuantConfig(3, 0.1, pre_rope=False)], ids=label)
+def test_every_layer_of_a_model_reads_what_the_reference_holds_at_the_true_positions(config, dialect):
+    model, idx = small_model(2, dialect), tokens(2, 24)
+    if dialect == "gpt2" and not getattr(config, "pre_rope", True):
+        with pytest.raises(ValueError, match="pre_rope=true"):
+            make_cache(model, 24, config=config, calibration=calibration(model, config))
+        return
+    caches = [make_cache(model, 24, 2, config=config, calibration=calibration(model, config)) for _ in range(2)]
+    plain = DenseCache(2, 2, 8, 24, 2)
+    plain.n_layer = 2
+    answers = [listen(cache) for cache in (*caches, plain)]
+    with torch.no_grad():
+        once = model(idx, cache=caches[0])[0]
+        step = torch.cat([model(part, cache=caches[1])[0] for part in idx.split([9, 1, 1, 12, 1], dim=1)], dim=1)
+        uncached = model(idx, cache=plain)[0]
+    assert (once - uncached).abs().max() > 1e-4
+    assert (once - step).abs().max() < 0.1 * (once - uncached).abs().max()  # a number beside a tie may round the other way
+    before = dialect == "llama" and isinstance(config, KVQuantConfig) and config.pre_rope
+    keys, as_read = answers[0](0)[1], answers[2](0)[1]
+    assert torch.equal(keys, as_read) != before and (not before or (turn(keys, 10000.0) - as_read).abs().max() < 1e-5)
+    for cache, answer in zip(caches, answers, strict=False):
+        assert cache.nbytes() == cache.formula()
+        for layer in range(2):
+            q, k, v, y = answer(layer)
+            reference = reference_of(cache, layer, k, v)
+            check_stored(cache, [reference_of(cache, i, *answer(i)[1:3]).arrays(24) for i in range(2)])
+            assert np.abs(y.numpy() - attention(q.numpy(), reference)).max() < 1e-5 * max(1, v.abs().max())
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("pre_rope", [True, False])
+@pytest.mark.parametrize("n_kv", SHAPES)
+def test_with_every_token_in_the_sink_kvquant_is_the_dense_cache_after_a_roll_back_too(n_kv, pre_rope):
+    model, config = small_model(n_kv, "llama"), KVQuantConfig(2, 0.1, sink=24, pre_rope=pre_rope)
+    cache = make_cache(model, 24, 2, config=config, calibration=calibration(model, config))
+    dense, idx, junk = make_cache(model, 24, 2), tokens(2, 24), tokens(2, 9, seed=1)
+
+    def probs(part, cache=None):
+        with torch.no_grad():
+            return model(part, cache=cache)[0].softmax(-1)
+
+    for part, lost in ((idx[:, :10], 0), (junk, 9), (idx[:, 10:11], 0), (idx[:, 11:15], 0), (junk[:, :3], 5)):
+        assert (probs(part, cache) - probs(part, dense)).abs().max() < 1e-5
+        for c in (cache, dense):
+            c.truncate(c.length - lost)
+    assert cache.length == 13
+    assert (probs(idx[:, 13:], cache) - probs(idx)[:, 13:]).abs().max() < 1e-5
