@@ -183,7 +183,7 @@ class KVQuantCache(QuantisedCache):
         z = (k - middle) / torch.where(width > 0, width, 1.0)
         self.store(0, layer, coded, self.encode(z, self.fits["key_table"][layer]))
         if self.config.outliers:
-            outside = (z.abs() > 1).transpose(0, 1).flatten(0, 1)  # [t * B, C], row by row
+            outside = ((k - middle).abs() > width).transpose(0, 1).flatten(0, 1)  # [t * B, C], row by row; a width may be 0
             row, index = outside.nonzero(as_tuple=True)
             start = self.rows[layer][first * self.batch].item()
             ends = start + outside.sum(dim=1).cumsum(0)
