@@ -20,6 +20,14 @@ CONFIGS = [
     *(KVQuantConfig(bits, outliers=0.1, sink=1) for bits in (2, 3, 4)),
     KVQuantConfig(3, outliers=0.0, sink=0), KVQuantConfig(2, outliers=0.01, sink=9, pre_rope=False),
 ]  # fmt: skip
+SAMPLE = [
+    FP8Config(),
+    FP8Config("e5m2", "head"),
+    KIVIConfig(2, 4, 6),
+    KIVIConfig(3, 4, 0),
+    KVQuantConfig(3, 0.1),
+    KVQuantConfig(2, 0.0, 3),
+]
 
 
 def label(config):
@@ -135,3 +143,13 @@ def pieces(data, T):
     while sum(sizes) < T:
         sizes.append(data.draw(st.integers(1, T - sum(sizes)), "size"))
     return sizes
+
+
+def numbers(cache):
+    """The keys and values of the first layer [B, n_kv, length, hd] in float32, as attention reads them block by block."""
+    if isinstance(cache, KIVICache):
+        cache.reading = cache.packed(cache.length), cache.start
+    blocks = cache.blocks(cache.length)
+    return [
+        torch.cat([read(0, *block) for block in blocks if block[0] < block[1]], dim=2) for read in (cache.keys, cache.values)
+    ]

@@ -200,7 +200,7 @@ class KVQuant:
         self.key_outliers = []  # (token, sequence, channel, number), in this order
         for t in range(sink, T) if self.keeps else ():
             for b in range(B):
-                for c in np.flatnonzero(np.abs(z[b, t]) > 1):
+                for c in np.flatnonzero(np.abs(k[b, t] - middle) > width):
                     number = exact(k[b, t, c], dtype)
                     self.key_outliers.append((t, b, c, number))
                     k_numbers[b, t, c] = number
