@@ -46,7 +46,10 @@ class KVQuantConfig:
             raise ValueError("cache.pre_rope=false: the gpt2 dialect has no rotary positions to come after; pre_rope=true")
         key = fit_key(self.bits, self.outliers, self.pre_rope)
         if key not in calibration["fits"]:
-            raise ValueError(f"the calibration holds no fit for {key}, only for {'; '.join(calibration['fits'])}")
+            raise ValueError(
+                f"the calibration holds no fit for {key}, only for {'; '.join(calibration['fits'])}; "
+                f"calibrate.py makes it with outliers=[{self.outliers:g}] again=true"
+            )
         return calibration["fits"][key]
 
     def label(self):
