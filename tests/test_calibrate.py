@@ -3,10 +3,13 @@
 import importlib
 import json
 import re
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import move_to, run_main
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantised_reference import cost, least_cost
@@ -24,12 +27,19 @@ FAST = ("threads=1", "tokens=64")  # of calibrate.py
 SMALL = ("threads=1", "tokens=6", "prompt_tokens=4", "batches=[2]", "wandb=disabled")  # of eval.py
 
 
+@pytest.fixture(scope="session")
+def calibration(trained):
+    """The calibration of the finished run, from a few tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        move_to(trained.parents[2], patch)
+        assert run_main("calibrate", "sweep=t", *FAST) == 0
+    return trained / "last.calibration.pt"
+
+
 @pytest.fixture
-def calibrated(call, mha):
-    """checkpoints/mha.pt and its calibration, made from a few tokens."""
-    code, out, err = call("calibrate", "ckpt=mha.pt", *FAST)
-    assert code == 0, err
-    return mha.with_suffix(".calibration.pt")
+def calibrated(calibration, mha):
+    """checkpoints/mha.pt and its calibration, whose path it is."""
+    return Path(shutil.copy(calibration, mha.with_suffix(".calibration.pt")))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -48,9 +58,9 @@ def sample(kind, n, seed):
 
 
 @pytest.mark.parametrize("kind", ["normal", "uniform", "two heaps", "heavy tails"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_table_costs_hardly_more_than_the_best_there_is_and_less_than_an_even_one(kind, seed):
-    z, weight = sample(kind, 300, seed)
+    z, weight = sample(kind, 150, seed)
     for bits, table in zip((2, 3, 4), datatype(z, weight, (2, 3, 4)), strict=True):
         table = table.numpy()
         assert table.shape == (2**bits,) and (np.diff(table) > 0).all() and abs(table).max() < 1 + 1e-9
@@ -225,8 +235,8 @@ def test_what_a_calibration_has_no_fit_for_is_refused_in_one_line_that_names_wha
     ],
 )
 def test_wrong_options_of_a_cache_are_refused_in_one_line(call, mha, cwd, wrong, words):
-    for script in (("sample", "tokens=3"), ("eval", *SMALL)):
-        refused(call(*script, "ckpt=mha.pt", *wrong.split()), *words.split())
+    script = ("eval", *SMALL) if "bits" in wrong or "kivy" in wrong else ("sample", "tokens=3")
+    refused(call(*script, "ckpt=mha.pt", *wrong.split()), *words.split())
     assert not (cwd / "runs").exists()
 
 
@@ -299,12 +309,12 @@ def test_the_loss_through_the_cache_is_that_of_tokens_fed_one_by_one(options, di
     draw = torch.Generator().manual_seed(0)
     keys, values, dk, dv = (torch.randn(500, 16, generator=draw) for _ in range(4))
     fits = [fit(keys, values, dk.square(), dv.square(), (2,), 0.1)[0]] * 2
-    calibration = {"fits": {fit_key(2, 0.1, True): fits}}
+    found = {"fits": {fit_key(2, 0.1, True): fits}}
 
     def new_cache(model, tokens, batch):
-        return make_cache(model, tokens, batch, torch.float32, config, calibration)
+        return make_cache(model, tokens, batch, torch.float32, config, found)
 
-    found = evaluate_cached(model, text.numpy().astype(np.uint16), new_cache)
+    measured = evaluate_cached(model, text.numpy().astype(np.uint16), new_cache)
     loss = divergence = bits = 0.0
     with torch.no_grad():
         for first in range(0, len(text) - 1, 24):
@@ -320,6 +330,6 @@ def test_the_loss_through_the_cache_is_that_of_tokens_fed_one_by_one(options, di
                     8 * sum(cache.nbytes().values()) / (2 * 2 * 2 * 8 * 24) / 2
                 )  # layers, both, heads, numbers, tokens; windows
     n = len(text) - 1
-    assert abs(found["val_loss_cached"] - loss / n) < 1e-5 and abs(found["val_kl"] - divergence / n) < 1e-5
+    assert abs(measured["val_loss_cached"] - loss / n) < 1e-5 and abs(measured["val_kl"] - divergence / n) < 1e-5
     if options["name"] != "kvquant":  # whose tables are counted once for both windows there
-        assert found["bits_per_value"] == pytest.approx(bits)
+        assert measured["bits_per_value"] == pytest.approx(bits)

@@ -258,14 +258,14 @@ def test_the_codes_are_those_of_the_nearest_numbers_of_an_uneven_table():
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("what", ["zeros", "constants", "1e6", "-1e37", "1e38", "both ends", "tiny", "one huge"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("what", ["zeros", "constants", "1e6", "-1e37", "both ends", "tiny", "one huge"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("config", SAMPLE, ids=label)
 def test_any_finite_numbers_are_stored_and_read_as_finite_ones(config, dtype, what):
     T, signs = 21, torch.where(torch.arange(12) % 2 == 0, 1.0, -1.0)
     q, k, v = random_qkv(2, T)
     x = {
-        "zeros": 0 * k, "constants": (torch.arange(12) - 3.7).expand_as(k), "1e6": 1e6 + 0 * k, "-1e37": -1e37 + 0 * k, "1e38": 1e38 + 0 * k,
+        "zeros": 0 * k, "constants": (torch.arange(12) - 3.7).expand_as(k), "1e6": 1e6 + 0 * k, "-1e37": -1e37 + 0 * k,
         "both ends": 1e38 * signs.expand_as(k), "tiny": 1e-30 * k, "one huge": torch.where(torch.arange(T)[:, None] == 4, 1e38, k),
     }[what]  # fmt: skip
     for keys, values in ((k, x), (x, v)):
