@@ -11,7 +11,7 @@ import math
 import torch
 
 import kernels
-from cli import nearest, strict
+from cli import InputError, nearest, strict
 from kv_cache.dense import DenseCache, DenseConfig
 from kv_cache.fp8 import FP8Cache, FP8Config, fit_scales
 from kv_cache.kivi import KIVICache, KIVIConfig
@@ -36,7 +36,7 @@ def make_cache(model, tokens, batch=1, dtype=None, config=DenseConfig(), calibra
     """
     An empty cache for `batch` sequences of up to `tokens` tokens (never more than the model's context), of the kind that
     `config` is of: one of CACHES. `dtype` is that of full-precision numbers, by default the weights'. `calibration` is what
-    calibrate.py found, for configs that are `calibrated`. ValueError where it lacks what they need.
+    calibrate.py found, for configs that are `calibrated`. InputError where it lacks what they need.
     """
     c, weight = model.config, model.wte.weight
     shape = (c.n_layer, c.n_kv, c.head_dim, min(tokens, c.block_size), batch, dtype or weight.dtype, weight.device)
@@ -48,7 +48,11 @@ def make_cache(model, tokens, batch=1, dtype=None, config=DenseConfig(), calibra
     if isinstance(config, KIVIConfig):
         return KIVICache(*shape, config=config)
     rotary = (rotate, model.cos, model.sin) if c.dialect == "llama" and config.pre_rope else None
-    return KVQuantCache(*shape, config=config, fits=config.fits(calibration, c.dialect), rotary=rotary)
+    try:
+        fits = config.fits(calibration, c.dialect)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    return KVQuantCache(*shape, config=config, fits=fits, rotary=rotary)
 
 
 def check_sampling(temperature=1.0, top_k=None, top_p=None):

@@ -179,6 +179,7 @@ def evaluate_checkpoint(path, cfg, device):
     def new_cache(model, tokens, batch):
         return make_cache(model, tokens, batch, getattr(torch, exact), cfg.cache, calibration)
 
+    new_cache(model, 1, 1)  # refused before a folder is made
     config = {
         "script": "eval", "sweep": was["sweep"], "name": name, "seed": checkpoint["seed"],
         "model": checkpoint["model_config"], "tokens": cfg.tokens, "prompt": cfg.prompt_tokens, "batches": cfg.batches,

@@ -48,7 +48,10 @@ class KVQuantConfig:
             raise ValueError("cache.pre_rope=false: the gpt2 dialect has no rotary positions to come after; pre_rope=true")
         key = fit_key(self.bits, self.outliers, self.pre_rope)
         if key not in calibration["fits"]:
-            raise ValueError(f"the calibration holds no fit for {key}, only for {'; '.join(calibration['fits'])}")
+            raise ValueError(
+                f"the calibration holds no fit for {key}, only for {'; '.join(calibration['fits'])}; "
+                f"calibrate.py makes it with outliers=[{self.outliers:g}] again=true"
+            )
         return calibration["fits"][key]
 
     def label(self):
@@ -65,31 +68,48 @@ def fit_key(bits, outliers, pre_rope):
 
 
 BINS = 2**14  # of [-1, 1] in which k-means looks at its data: far finer than any table of 16 numbers
+COARSE = 2**10  # of [-1, 1] at whose edges its search for the best cells may cut
 
 
 def datatype(z, weight, bits):
     """
     The 2^bits numbers, ascending, that minimise sum(weight * (z - nearest)^2) over z and weight [N], z in [-1, 1], weights not
-    negative: k-means in one dimension by Lloyd's iterations, from weighted quantiles, on sums over fine bins. One table for
-    each of `bits`, float64.
+    negative: k-means in one dimension, on sums over bins. The best of all cells that end at coarse edges come from dynamic
+    programming, since Lloyd's iterations alone stop far from it where tails are heavy; they then move the borders to fine
+    ones. One table for each of `bits`, float64.
     """
     z, weight = z.double(), weight.double()
     weight = weight + 1e-6 * weight.mean() + 1e-30  # numbers whose gradients are zero still count a little
     at = ((z + 1) * (BINS / 2)).long().clamp_(0, BINS - 1)
-    mass = torch.bincount(at, weight, BINS).cumsum(0)  # [BINS], each up to and with its bin
-    moment = torch.bincount(at, weight * z, BINS).cumsum(0)
+    mass, moment, square = (
+        torch.bincount(at, weight * z**power, BINS).cumsum(0) for power in range(3)
+    )  # [BINS], up to and with
+
+    sums = torch.stack([torch.cat((c.new_zeros(1), c[BINS // COARSE - 1 :: BINS // COARSE])) for c in (mass, moment, square)])
+    m, s, q = sums[:, None, :] - sums[:, :, None]  # [COARSE + 1, COARSE + 1] each: of the bins from edge i to edge j
+    cost = (q - s**2 / m.clamp(min=1e-300)).clamp_(min=0)  # of one number, the mean, for all of them
+    cost = torch.where(torch.ones_like(cost, dtype=torch.bool).triu(), cost, torch.inf)
+    best, cuts = cost[0], []  # of the bins up to edge j, and where the last cell must start for that
+    for _ in range(2 ** max(bits) - 1):
+        best, cut = (best[:, None] + cost).min(dim=0)
+        cuts.append(cut.tolist())
+
     tables = []
     for n in (2**b for b in bits):
-        share = (torch.arange(n, dtype=torch.float64, device=z.device) + 0.5) / n
-        table = (torch.searchsorted(mass, share * mass[-1]) + 0.5) * (2 / BINS) - 1
+        edges = [COARSE]
+        for cut in reversed(cuts[: n - 1]):
+            edges.insert(0, cut[edges[0]])
+        edges = torch.tensor([0, *edges], device=z.device)
+        inside, total = (c[edges].diff() for c in sums[:2])
+        table = torch.where(inside > 0, total / inside.clamp(min=1e-300), edges[1:] * (2 / COARSE) - 1)
         for _ in range(100):
             border = (((table[1:] + table[:-1]) / 2 + 1) * (BINS / 2)).long().clamp_(0, BINS - 1)
-            inside, sums = (torch.cat((c[border], c[-1:])).diff(prepend=c.new_zeros(1)) for c in (mass, moment))
-            new = torch.where(inside > 0, sums / inside.clamp(min=1e-300), table)  # an empty cell keeps its number
+            inside, total = (torch.cat((c[border], c[-1:])).diff(prepend=c.new_zeros(1)) for c in (mass, moment))
+            new = torch.where(inside > 0, total / inside.clamp(min=1e-300), table)  # an empty cell keeps its number
             if torch.equal(new, table):
                 break
             table = new
-        tables.append(table)
+        tables.append(table.sort().values)  # that of an empty cell may be off by a bin
     return tables
 
 
@@ -185,7 +205,7 @@ class KVQuantCache(QuantisedCache):
         z = (k - middle) / torch.where(width > 0, width, 1.0)
         self.put(0, layer, coded, self.encode(z, self.fits["key_table"][layer]))
         if self.config.outliers:
-            outside = (z.abs() > 1).transpose(0, 1).flatten(0, 1)  # [t * B, C], row by row
+            outside = ((k - middle).abs() > width).transpose(0, 1).flatten(0, 1)  # [t * B, C], row by row; a width may be 0
             row, index = outside.nonzero(as_tuple=True)
             start = self.rows[layer][first * self.batch].item()
             ends = start + outside.sum(dim=1).cumsum(0)

@@ -13,6 +13,7 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 from hypothesis import HealthCheck, settings
 
+import kernels
 import training
 from cli import InputError
 
@@ -87,6 +88,15 @@ def run_main(name, *args):
         finally:
             GlobalHydra.instance().clear()
     return 0
+
+
+@pytest.fixture(params=["C++ kernels", "PyTorch"])
+def way(request, monkeypatch):
+    """Every test twice: with the kernels, where there is a compiler, and with what serves without one."""
+    if request.param == "PyTorch":
+        monkeypatch.setattr(kernels, "library", lambda: None)
+    elif kernels.library() is None:
+        pytest.skip("no C++ compiler here")
 
 
 @pytest.fixture

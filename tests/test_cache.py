@@ -6,21 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import DIALECTS, SHAPES, attend, reference_logits, small_model, tokens
 
-import kernels
 from decoding import make_cache
 from kv_cache.accounting import dense_nbytes
 from kv_cache.dense import DenseCache
 
+pytestmark = pytest.mark.usefixtures("way")
 FULL = small_model().config.block_size
-
-
-@pytest.fixture(params=["C++ kernels", "PyTorch"], autouse=True)
-def way(request, monkeypatch):
-    """Every test twice: with the kernels, where there is a compiler, and with what serves without one."""
-    if request.param == "PyTorch":
-        monkeypatch.setattr(kernels, "library", lambda: None)
-    elif kernels.library() is None:
-        pytest.skip("no C++ compiler here")
 
 
 def feed(model, idx, sizes, cache):
