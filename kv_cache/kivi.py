@@ -83,9 +83,11 @@ def dequantise(codes, scale, zero, axis, group):
     """The numbers [..., T, hd] in float32 that `quantise` stored: zero + scale * code."""
     x = codes.float()
     if axis == "channel":
-        x = x.unflatten(-2, (-1, group))
-    x = x.mul_(spread(scale, axis, group, x)).add_(spread(zero, axis, group, x))
-    return x.flatten(-3, -2) if axis == "channel" else x
+        x = x.unflatten(-2, (-1, group))  # [..., T/group, group, hd]
+        return x.mul_(scale.float().unsqueeze(-2)).add_(zero.float().unsqueeze(-2)).flatten(-3, -2)
+    for i, part in enumerate(x.split(group, dim=-1)):  # in place: spread over the channels, scales would be as large as x
+        part.mul_(scale[..., i : i + 1].float()).add_(zero[..., i : i + 1].float())
+    return x
 
 
 class KIVICache(QuantisedCache):

@@ -164,6 +164,8 @@ class KVQuantCache(QuantisedCache):
     keys come unturned (model.rotate and its tables [block_size, hd]), or None.
     """
 
+    BLOCK = 32  # while codes become numbers they take several times the numbers' size: together no more than others' blocks
+
     def __init__(self, *shape, fits, config=KVQuantConfig(), rotary=None, **kwargs):  # noqa: B008, frozen
         super().__init__(*shape, **kwargs)
         self.config, self.rotary, self.rotates = config, rotary, rotary is not None
@@ -237,12 +239,12 @@ class KVQuantCache(QuantisedCache):
     def blocks(self, total):
         sink = min(self.config.sink, total)
         coded = [(first + sink, last + sink) for first, last in super().blocks(total - sink)]
-        return [(0, sink)] + coded if sink else coded
+        return super().blocks(sink) + coded
 
     def decode(self, which, layer, first, last, table):
         """Numbers in [-1, 1] of coded tokens, [B, t, C] in float32."""
         codes = unpack(self.codes[which][layer][:, :, first:last], self.config.bits, self.head_dim)  # [B, n_kv, t, hd]
-        z = table.float().index_select(0, codes.transpose(1, 2).flatten())
+        z = table.float().index_select(0, codes.transpose(1, 2).flatten().int())
         return z.view(self.batch, last - first, -1)
 
     def heads(self, x):

@@ -27,13 +27,15 @@ def pack(codes, bits):
 
 
 def unpack(stream, bits, n):
-    """The n codes [..., n] in bytes [..., ceil(n * bits / 8)], as int32."""
+    """The n codes [..., n] in bytes [..., ceil(n * bits / 8)], as uint8."""
     if bits == 8:
-        return stream.int()
+        return stream
     stream = F.pad(stream, (0, -stream.size(-1) % bits)).unflatten(-1, (-1, bits))  # [..., n/8, bits]
-    word = F.pad(stream, (0, 4 - bits)).view(torch.int32)  # [..., n/8, 1]; 8 codes of 4 bits fill it to the sign bit
-    codes = word >> (bits * torch.arange(8, dtype=torch.int32, device=stream.device))  # [..., n/8, 8]
-    return codes.bitwise_and_(2**bits - 1).flatten(-2)[..., :n]
+    word = F.pad(stream, (0, 4 - bits)).view(torch.int32)[..., 0]  # [..., n/8]; 8 codes of 4 bits fill it to the sign bit
+    codes = torch.empty(*word.shape, 8, dtype=torch.uint8, device=stream.device)
+    for i in range(8):  # one by one: all at once they would be 4 bytes each
+        codes[..., i] = (word >> (bits * i)).bitwise_and_(2**bits - 1)
+    return codes.flatten(-2)[..., :n]
 
 
 def round_down(x):
@@ -59,8 +61,8 @@ class QuantisedCache:
     position = None  # no captured graphs: decoding.GraphStep is for the dense cache
 
     def __init__(self, n_layer, n_kv, head_dim, capacity, batch=1, dtype=torch.float32, device="cpu"):
-        if not dtype.is_floating_point or dtype.itemsize < 2:
-            raise ValueError(f"dtype={dtype} is no full precision: float32, bfloat16 or float16")
+        if dtype not in kernels.PRECISIONS:
+            raise ValueError(f"dtype={dtype} is no full precision here: float32, bfloat16 or float16")
         self.n_layer, self.n_kv, self.head_dim, self.batch = n_layer, n_kv, head_dim, batch
         self.capacity, self.dtype, self.device = capacity, dtype, torch.device(device)
         self.length = 0  # tokens held; advances when the last layer has appended
@@ -95,6 +97,7 @@ class QuantisedCache:
         store = self.store(layer) if kernels.attends(q) else None
         if store is None or not store.writes:
             self.write(layer, k, v, past)
+            store = store and self.store(layer)  # its outliers may have moved to a larger room
         if store is None:
             return self.read(layer, q, past)
         n = max(1, 256 // (q.size(1) // self.n_kv))  # tokens a call: their queries and scores stay in cache
