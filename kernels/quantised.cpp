@@ -47,18 +47,30 @@ static __attribute__((noinline)) void weigh_tile(int R, const float *p, const fl
     weigh(R, p, TILE, 1, v, n, hd, acc, width);
 }
 
+INLINE i8 eight_bytes(const uint8_t *from, int have = 8) {
+    uint64_t bytes = 0;
+    memcpy(&bytes, from, have);
+#if defined(__AVX2__)
+    return (i8)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bytes));
+#else
+    typedef uint8_t u8x8 __attribute__((vector_size(8)));
+    return __builtin_convertvector((u8x8)bytes, i8);
+#endif
+}
 // eight codes of BITS bits, which fill BITS bytes, of which `have` are there
 template <int BITS> INLINE i8 eight_codes(const uint8_t *from, int have = BITS) {
-    if (BITS == 8) {
-        uint64_t bytes = 0;
-        memcpy(&bytes, from, have);
-        typedef uint8_t u8x8 __attribute__((vector_size(8)));
-        return __builtin_convertvector((u8x8)bytes, i8);
-    }
+    if (BITS == 8) return eight_bytes(from, have);
     uint32_t word = 0;
-    memcpy(&word, from, have);
+    if (BITS == 3 && have == 3) word = from[0] | from[1] << 8 | from[2] << 16;  // a copy of three bytes goes through memory
+    else memcpy(&word, from, have);
     const i8 shifts = {0, BITS, 2 * BITS, 3 * BITS, 4 * BITS, 5 * BITS, 6 * BITS, 7 * BITS};
     return (i8{} + (int32_t)word) >> shifts & ((1 << BITS) - 1);
+}
+INLINE v8 load_some(const f16 *from, int have) {  // eight numbers, of which `have` are there, else zeros
+    if (have >= 8) return load(from);
+    f16 some[8] = {};
+    memcpy(some, from, sizeof(f16) * have);
+    return load(some);
 }
 // n rows of codes as `number` makes them: to [n8, hd], where hd is head_dim padded to whole vectors
 template <int BITS, class Number> INLINE void each_code(const uint8_t *codes, int n, int head_dim, int hd, float *to, Number number) {
@@ -74,10 +86,13 @@ INLINE v8 as_float(i8 x) { return __builtin_convertvector(x, v8); }
 // ---------------------------------------------------------------------------------------------------------------------
 
 template <bool E5M2> INLINE v8 from_fp8(const uint8_t *from, int have = 8) {  // both are float16 with bits left out
-    typedef uint8_t u8x8 __attribute__((vector_size(8)));
+#if defined(__AVX2__)
     uint64_t bytes = 0;
     memcpy(&bytes, from, have);
-    u16x8 x = __builtin_convertvector((u8x8)bytes, u16x8);
+    u16x8 x = (u16x8)_mm_cvtepu8_epi16(_mm_cvtsi64_si128(bytes));
+#else
+    u16x8 x = __builtin_convertvector(eight_bytes(from, have), u16x8);
+#endif
     if (E5M2) return from_half(x << 8);
     return from_half((x & 0x80) << 8 | (x & 0x7f) << 7) * 256.0f;  // the exponent starts 8 lower
 }
@@ -135,12 +150,13 @@ template <int BITS> struct KIVIHead {
             m = n - done < left ? n - done : left;
             const long of = (item * (s.room / s.group) + at / s.group) * head_dim;
             for (int r = 0; r < R; r++) {  // q . (zero + scale * code) = q . zero + (q * scale) . code
-                shift[r] = 0.0f;
-                for (int d = 0; d < hd; d++) scaled[r * hd + d] = 0.0f;
-                for (int d = 0; d < head_dim; d++) {
-                    scaled[r * hd + d] = q[r * hd + d] * to_float(s.scales[0][of + d]);
-                    shift[r] += q[r * hd + d] * to_float(s.zeros[0][of + d]);
+                v8 products = {};
+                for (int d = 0; d < hd; d += 8) {
+                    const v8 x = load(q + r * hd + d);
+                    store(scaled + r * hd + d, x * load_some(s.scales[0] + of + d, head_dim - d));
+                    products += x * load_some(s.zeros[0] + of + d, head_dim - d);
                 }
+                shift[r] = sum(products);
             }
             each_code<BITS>(s.codes[0] + (item * s.room + at) * bytes, m, head_dim, hd, buf, [](i8 c, int, int) { return as_float(c); });
             const int m8 = (m + 7) / 8 * 8;
@@ -160,7 +176,10 @@ template <int BITS> struct KIVIHead {
         const f16 *scales = s.scales[1] + (item * s.room + start) * groups, *zeros = s.zeros[1] + (item * s.room + start) * groups;
         float scaled[R * TILE], scale[TILE], zero[TILE];
         for (int g = 0; g < groups; g++) {  // sum of p (zero + scale * code) = sum of p zero + sum of (p * scale) code
-            for (int j = 0; j < n; j++) scale[j] = to_float(scales[j * groups + g]), zero[j] = to_float(zeros[j * groups + g]);
+            if (groups == 1)
+                for (int j = 0; j < n; j += 8) store(scale + j, load_some(scales + j, n - j)), store(zero + j, load_some(zeros + j, n - j));
+            else
+                for (int j = 0; j < n; j++) scale[j] = to_float(scales[j * groups + g]), zero[j] = to_float(zeros[j * groups + g]);
             const int from = g * s.group, to = g == groups - 1 ? hd : from + s.group;
             for (int r = 0; r < R; r++) {
                 float shift = 0.0f;

@@ -63,6 +63,7 @@ class FP8Cache(QuantisedCache):
         self.scales = (
             None if scales is None else scales.to(self.device, torch.float32)[..., None, None]
         )  # [2, n_layer, h, 1, 1]
+        self.stores = {}
         self.limit = torch.finfo(FORMATS[config.format]).max
         store = (self.batch, self.n_kv, self.capacity, self.head_dim)
         self.codes = [self.empty(*store, dtype=FORMATS[config.format]) for _ in range(2)]  # of keys, of values
@@ -88,9 +89,12 @@ class FP8Cache(QuantisedCache):
 
     def store(self, layer):
         """The layer's tensors for the kernels."""
-        codes = kernels.pointers(*(codes[layer] for codes in self.codes))
-        scales = kernels.pointers(*((None, None) if self.scales is None else self.scales[:, layer]))
-        return kernels.FP8(codes, scales, self.capacity, self.config.scale == "head", self.config.format == "e5m2")
+        if layer not in self.stores:
+            codes = kernels.pointers(*(codes[layer] for codes in self.codes))
+            scales = kernels.pointers(*((None, None) if self.scales is None else self.scales[:, layer]))
+            how = (self.capacity, self.config.scale == "head", self.config.format == "e5m2")
+            self.stores[layer] = kernels.FP8(codes, scales, *how)
+        return self.stores[layer]
 
     def held(self):
         return {

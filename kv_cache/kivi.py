@@ -105,6 +105,7 @@ class KIVICache(QuantisedCache):
         # Full precision from token `start` on: the window, and before it packed tokens that a truncation may unpack.
         window = min(self.capacity, c.residual + c.group + -(-c.rollback // c.group) * c.group)
         self.window = [self.empty(B, n_kv, window, hd, dtype=self.dtype) for _ in range(2)]
+        self.stores = {}
         self.settle(0, 0)
         self.BLOCK = max(1, self.BLOCK // c.group) * c.group  # whole groups
 
@@ -176,10 +177,15 @@ class KIVICache(QuantisedCache):
         c = self.config
         if self.axes != ("channel", "token") or (c.group < self.head_dim and c.group % 8):
             return None
-        codes, scales, zeros = (kernels.pointers(x[0][layer], x[1][layer]) for x in (self.codes, self.scales, self.zeros))
-        window = kernels.Full(self.window[0][layer], self.window[1][layer])
-        room = self.codes[0][layer].size(2)
-        return kernels.KIVI(codes, scales, zeros, room, c.bits, c.group, *self.reading, window)
+        if layer not in self.stores:
+            codes, scales, zeros, window = (
+                (x[0][layer], x[1][layer]) for x in (self.codes, self.scales, self.zeros, self.window)
+            )
+            at = (kernels.pointers(*x) for x in (codes, scales, zeros))
+            self.stores[layer] = kernels.KIVI(*at, codes[0].size(2), c.bits, c.group, 0, 0, kernels.Full(*window))
+        store = self.stores[layer]
+        store.packed, store.start = self.reading
+        return store
 
     def at_once(self):
         """How many tokens may come before a group is packed."""
