@@ -116,8 +116,8 @@ def attends(q):
 def attend(q, k, v, past, store):
     """
     Append k, v [B, n_kv, t, hd] in float32 to a layer's store, which holds `past` tokens, and attend with q
-    [B, n_head, t, hd] over past + t tokens, causally by absolute position -> [B, n_head, t, hd]. A KVQuant store has to hold
-    the new tokens already. The caller has checked that they fit.
+    [B, n_head, t, hd] over past + t tokens, causally by absolute position -> [B, n_head, t, hd]. A KVQuant store may hold
+    the new tokens already (its `write`). The caller has checked that they fit.
     """
     (B, n_head, t, hd), n_kv = q.shape, k.size(1)
     q, k, v = map(last_contiguous, (q, k, v))
@@ -140,7 +140,7 @@ class Full(ctypes.Structure):
 class FP8(ctypes.Structure):
     """quantised.cpp's FP8."""
 
-    kind, writes = 2, True
+    kind, most = 2, 2**31 - 1  # new tokens at once
     _fields_ = [
         ("codes", ctypes.c_void_p * 2), ("scales", ctypes.c_void_p * 2), ("room", ctypes.c_long), ("per_head", ctypes.c_int),
         ("e5m2", ctypes.c_int),
@@ -150,7 +150,7 @@ class FP8(ctypes.Structure):
 class KIVI(ctypes.Structure):
     """quantised.cpp's KIVI."""
 
-    kind, writes = 3, True
+    kind, most = 3, 2**31 - 1
     _fields_ = [
         ("codes", ctypes.c_void_p * 2), ("scales", ctypes.c_void_p * 2), ("zeros", ctypes.c_void_p * 2), ("room", ctypes.c_long),
         ("bits", ctypes.c_int), ("group", ctypes.c_int), ("packed", ctypes.c_int), ("start", ctypes.c_int), ("window", Full),
@@ -160,14 +160,14 @@ class KIVI(ctypes.Structure):
 class KVQuant(ctypes.Structure):
     """quantised.cpp's KVQuant."""
 
-    kind, writes = 4, False  # Python writes it
+    kind, most = 4, 8  # so many can be outliers from end to end without much room to spare
     _fields_ = [
         ("codes", ctypes.c_void_p * 2), ("key_middle", ctypes.c_void_p), ("key_width", ctypes.c_void_p),
         ("tables", ctypes.c_void_p * 2), ("value_middle", ctypes.c_void_p), ("value_width", ctypes.c_void_p),
         ("rows", ctypes.c_void_p), ("key_index", ctypes.c_void_p), ("value_index", ctypes.c_void_p),
         ("key_outliers", ctypes.c_void_p), ("value_outliers", ctypes.c_void_p), ("cos", ctypes.c_void_p),
         ("sin", ctypes.c_void_p), ("room", ctypes.c_long), ("bits", ctypes.c_int), ("B", ctypes.c_int), ("n_kv", ctypes.c_int),
-        ("ends", ctypes.c_int), ("sunk", ctypes.c_int), ("sink", Full),
+        ("ends", ctypes.c_int), ("sunk", ctypes.c_int), ("write", ctypes.c_int), ("sink", Full),
     ]  # fmt: skip
 
 
@@ -239,7 +239,18 @@ class Step:
         logits = torch.empty(B, t, self.V)
         stores = [cache.store(layer) for layer in range(cache.n_layer)]
         each = (ctypes.c_void_p * len(stores))(*map(ctypes.addressof, stores))
-        call(f"step_{NAMES[self.dtype]}", ctypes.byref(self.struct), B, t, cache.length, idx, stores[0].kind, each, logits)
+        call(
+            f"step_{NAMES[self.dtype]}",
+            ctypes.byref(self.struct),
+            B,
+            t,
+            cache.length,
+            idx,
+            stores[0].kind,
+            each,
+            not cache.rotates,
+            logits,
+        )
         cache.advance(t)
         return logits
 

@@ -113,7 +113,7 @@ enum Weights { LN1_W, LN1_B, ATTN_W, ATTN_B, PROJ_W, PROJ_B, LN2_W, LN2_B, GATE_
 // logits[B, t, V] of the tokens idx[B, t] that follow the `past` ones in the cache; theirs are appended
 template <class T>
 static void step(int threads, const Model &m, int B, int t, int past, const long *idx, Attend attend, void *const *stores,
-                 float *logits) {
+                 int rotate_keys, float *logits) {
     const int M = B * t, C = m.C, hd = m.hd, width = (m.n_head + 2 * m.n_kv) * hd;
     const Shape shape = {B, m.n_kv, m.n_head / m.n_kv, t, hd, past};
     std::vector<float> x(M * C), qkv(M * width), y(M * C), h(M * m.inner), scratch(attend_scratch(shape, threads));
@@ -132,10 +132,10 @@ static void step(int threads, const Model &m, int B, int t, int past, const long
             linear(M, C, width, n.data(), w[ATTN_W], w[ATTN_B], q, STORE);
             if (m.llama) {
 #pragma omp for schedule(static)
-                for (int i = 0; i < M; i++) {  // rotate queries and keys: pair d is (d, d + hd/2)
+                for (int i = 0; i < M; i++) {  // rotate queries, and keys unless the cache does: pair d is (d, d + hd/2)
                     const float *cos = (const float *)m.cos + (past + i % t) * hd;
                     const float *sin = (const float *)m.sin + (past + i % t) * hd;
-                    for (int head = 0; head < m.n_head + m.n_kv; head++) {
+                    for (int head = 0; head < m.n_head + rotate_keys * m.n_kv; head++) {
                         float *z = q + (long)i * width + head * hd;
                         for (int d = 0; d < hd / 2; d++) {
                             const float a = z[d], b = z[d + hd / 2];
@@ -173,8 +173,8 @@ extern "C" void attend(int threads, const Shape *s, int kind, void *store, const
 
 #define STEP(name, T)                                                                                                   \
     extern "C" void name(int threads, const Model *m, int B, int t, int past, const long *idx, int kind,               \
-                         void *const *stores, float *logits) {                                                          \
-        step<T>(threads, *m, B, t, past, idx, attend_of(kind, stores[0]), stores, logits);                              \
+                         void *const *stores, int rotate_keys, float *logits) {                                         \
+        step<T>(threads, *m, B, t, past, idx, attend_of(kind, stores[0]), stores, rotate_keys, logits);                 \
     }
 STEP(step_float32, float)
 STEP(step_bfloat16, bf16)

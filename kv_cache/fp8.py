@@ -87,7 +87,7 @@ class FP8Cache(QuantisedCache):
     def values(self, layer, first, last):
         return self.block(1, layer, first, last)
 
-    def store(self, layer):
+    def store(self, layer, write=True):
         """The layer's tensors for the kernels."""
         if layer not in self.stores:
             codes = kernels.pointers(*(codes[layer] for codes in self.codes))

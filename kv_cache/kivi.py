@@ -172,7 +172,7 @@ class KIVICache(QuantisedCache):
     def values(self, layer, first, last):
         return self.block(1, layer, first, last)
 
-    def store(self, layer):
+    def store(self, layer, write=True):
         """The layer's tensors for the kernels, which know the paper's axes and whole vectors of channels; None for others."""
         c = self.config
         if self.axes != ("channel", "token") or (c.group < self.head_dim and c.group % 8):

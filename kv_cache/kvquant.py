@@ -185,6 +185,7 @@ class KVQuantCache(QuantisedCache):
         self.rows = [torch.zeros(room * B + 1 if config.outliers else 0, dtype=torch.int32, device=self.device) for _ in fits]
         self.key_index = self.empty(0, dtype=torch.uint16)
         self.key_outliers = self.empty(0, dtype=self.dtype)
+        self.stores = {}
 
     def encode(self, z, table):
         """The nearest numbers' places in table [2^bits], as codes like z."""
@@ -213,7 +214,9 @@ class KVQuantCache(QuantisedCache):
             ends = start + outside.sum(dim=1).cumsum(0)
             self.rows[layer][first * self.batch + 1 : coded.stop * self.batch + 1] = ends
             x = k.transpose(0, 1).flatten(0, 1)[row, index]
-            self.append_outliers(layer, start, index, self.exact(x))
+            of = slice(start, start + len(index))
+            self.make_room(layer, of.start, of.stop)
+            self.key_index[layer][of], self.key_outliers[layer][of] = index.to(torch.uint16), self.exact(x)
 
         middle, width, index = split_values(v, self.ends)  # [B, t], [B, t], [B, t, 2 * ends]
         z = (v - middle.float()[..., None]) / torch.where(width > 0, width, 1.0).float()[..., None]
@@ -226,15 +229,13 @@ class KVQuantCache(QuantisedCache):
         codes = codes.unflatten(2, (self.n_kv, self.head_dim)).transpose(1, 2)  # [B, n_kv, t, hd]
         self.codes[which][layer][:, :, coded] = pack(codes, self.config.bits)
 
-    def append_outliers(self, layer, start, index, x):
-        """Behind the first `start` outliers of the layer's keys; the room doubles when it is used up."""
-        for store, new in ((self.key_index, index.to(torch.uint16)), (self.key_outliers, x)):
-            stop = start + len(new)
-            if stop > len(store[layer]):
-                larger = store[layer].new_empty(max(stop, 2 * start))
-                larger[:start] = store[layer][:start]
+    def make_room(self, layer, held, wanted):
+        """Room for `wanted` outliers of the layer's keys, of which `held` are there; it grows by an eighth more."""
+        for store in (self.key_index, self.key_outliers):
+            if wanted > len(store[layer]):
+                larger = store[layer].new_empty(wanted + wanted // 8)
+                larger[:held] = store[layer][:held]
                 store[layer] = larger
-            store[layer][start:stop] = new
 
     def blocks(self, total):
         sink = min(self.config.sink, total)
@@ -281,21 +282,31 @@ class KVQuantCache(QuantisedCache):
         return self.heads(v)
 
     def at_once(self):
-        return 0  # kernels.Step cannot write these: tokens go through the model, and kernels.read
+        """How many tokens a step may append."""
+        return kernels.KVQuant.most
 
-    def store(self, layer):
-        """The layer's tensors for the kernels."""
-        c, fits = self.config, {name: x[layer] for name, x in self.fits.items()}
-        tensors = [
-            fits["key_middle"], fits["key_width"], fits["key_table"], fits["value_table"], self.middle[layer],
-            self.width[layer], self.rows[layer] if c.outliers else None, self.key_index[layer], self.value_index[layer],
-            self.key_outliers[layer], self.value_outliers[layer], *(self.rotary[1:] if self.rotates else (None, None)),
-        ]  # fmt: skip
-        at = [None if x is None else x.data_ptr() for x in tensors]
-        codes = kernels.pointers(self.codes[0][layer], self.codes[1][layer])
-        sizes = (self.codes[0][layer].size(2), c.bits, self.batch, self.n_kv, 2 * self.ends, c.sink)
-        sink = kernels.Full(*(s[layer] for s in self.sink))
-        return kernels.KVQuant(codes, *at[:2], (ctypes.c_void_p * 2)(*at[2:4]), *at[4:], *sizes, sink)
+    def store(self, layer, write=True):
+        """The layer's tensors for the kernels, with room for the outliers of the new tokens if the kernels are to `write`."""
+        c = self.config
+        if c.outliers and write:
+            held = self.rows[layer][max(0, self.length - c.sink) * self.batch].item()
+            self.make_room(layer, held, held + kernels.KVQuant.most * self.batch * self.n_kv * self.head_dim)
+        if layer not in self.stores:
+            fits = {name: x[layer] for name, x in self.fits.items()}
+            tensors = [
+                fits["key_middle"], fits["key_width"], fits["key_table"], fits["value_table"], self.middle[layer],
+                self.width[layer], self.rows[layer] if c.outliers else None, None, self.value_index[layer], None,
+                self.value_outliers[layer], *(self.rotary[1:] if self.rotates else (None, None)),
+            ]  # fmt: skip
+            at = [None if x is None else x.data_ptr() for x in tensors]
+            codes = kernels.pointers(self.codes[0][layer], self.codes[1][layer])
+            sizes = (self.codes[0][layer].size(2), c.bits, self.batch, self.n_kv, 2 * self.ends, c.sink, 0)
+            sink = kernels.Full(*(s[layer] for s in self.sink))
+            self.stores[layer] = kernels.KVQuant(codes, *at[:2], (ctypes.c_void_p * 2)(*at[2:4]), *at[4:], *sizes, sink)
+        store = self.stores[layer]
+        store.key_index, store.key_outliers = self.key_index[layer].data_ptr(), self.key_outliers[layer].data_ptr()
+        store.write = write
+        return store
 
     def n_key_outliers(self):
         """Outliers among the keys of all layers and sequences held: the one size that depends on the numbers."""

@@ -95,9 +95,9 @@ class QuantisedCache:
     def append(self, layer, q, k, v, past):
         """Append new tokens and attend, each of them to its own code too."""
         store = self.store(layer) if kernels.attends(q) else None
-        if store is None or not store.writes:
+        if store is None or q.size(2) > store.most:
             self.write(layer, k, v, past)
-            store = store and self.store(layer)  # its outliers may have moved to a larger room
+            store = store and self.store(layer, write=False)
         if store is None:
             return self.read(layer, q, past)
         n = max(1, 256 // (q.size(1) // self.n_kv))  # tokens a call: their queries and scores stay in cache
