@@ -1,18 +1,23 @@
 """The C++ kernels against float64 references, for any shape and number of threads; and what happens without a compiler."""
 
 import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import TINY
 from hypothesis import given
 from hypothesis import strategies as st
+from quantised_cases import cache_of, held, label
 from reference import DIALECTS, SHAPES, attend, reference_logits, small_model, tokens
 
 import kernels
 import training
 from decoding import generate, make_cache
 from kv_cache.dense import DenseCache
+from kv_cache.fp8 import FP8Config
+from kv_cache.kivi import KIVIConfig
+from kv_cache.kvquant import KVQuantConfig
 from training import get_batch
 
 compiled = pytest.mark.skipif(kernels.library() is None, reason="no C++ compiler here")
@@ -180,6 +185,41 @@ def test_greedy_text_is_the_same_with_and_without_the_kernels(n_kv, dialect, thr
     assert len(set(with_kernels[0].tolist())) > 3  # a text, not one token over and over
     monkeypatch.setattr(kernels, "library", lambda: None)
     assert torch.equal(with_kernels, text())
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("n_kv", SHAPES)
+@pytest.mark.parametrize(
+    "config",
+    [
+        FP8Config("e4m3"),
+        FP8Config("e5m2", "head"),
+        KIVIConfig(2, 8, 3),
+        KIVIConfig(4, 8, 0, rollback=5),
+        KVQuantConfig(3, 0.1, 2),
+    ],
+    ids=label,
+)
+def test_steps_over_a_quantised_cache_store_and_say_what_the_model_does(config, n_kv, dialect, dtype, threads):
+    model, idx = small_model(n_kv, dialect), tokens(2, 24)
+    if dialect == "gpt2" and isinstance(config, KVQuantConfig):
+        config = replace(config, pre_rope=False)
+    stepped, plain = (cache_of(config, n_kv, 24, 2, n_layer=2, hd=8, dtype=dtype) for _ in range(2))
+    step, logits = kernels.Step(model), []
+    with torch.no_grad():
+        for size in (1, 2, 3, 1, 2, 1, 3, 1, 2, 1, 1, 2, 1, 3):
+            part = idx[:, stepped.length : stepped.length + size]
+            if size > stepped.at_once():  # a KIVI cache packs in between
+                part = part[:, : stepped.at_once()]
+            assert step.serves(part, stepped)
+            logits.append(step(part, stepped))
+        wanted = model(idx[:, : stepped.length], cache=plain)[0]
+    assert stepped.length == plain.length >= 18 and stepped.nbytes() == stepped.formula()
+    same = torch.cat([(a == b).flatten() for a, b in zip(held(stepped)["codes"], held(plain)["codes"], strict=True)])
+    assert same.float().mean() > 0.98  # sums in another order may round a number the other way
+    assert (torch.cat(logits, dim=1) - wanted).abs().median() < (1e-4 if dtype == torch.float32 else 2e-2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
