@@ -93,20 +93,25 @@ def show_help(config_name, docstring):
             print((group / f"{default}.yaml").read_text())
 
 
-def explain(error, config_name):
-    """One line from one of Hydra's or OmegaConf's errors, with the nearest key there is."""
+def explain(error, config_name, arguments=()):
+    """One line from one of Hydra's or OmegaConf's errors, with the nearest key there is under these arguments' choices."""
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import OmegaConf
 
     message = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
     message = re.sub(r"; (Config search path|See https|full_key).*", "", message).replace(":;", ":").replace("\t", "")
+    groups = {p.name: sorted(c.stem for c in p.glob("*.yaml")) for p in CONFIGS.iterdir() if p.is_dir()}
+    if "Config group override must be a string" in message:
+        wrong = [a for a in arguments if (name := a.partition("=")[0]) in groups and a.partition("=")[2] not in groups[name]]
+        name = wrong[0].partition("=")[0] if wrong else None
+        return f"{wrong[0]} is no choice: {', '.join(groups[name])}" if wrong else message
     key = re.search(r"Could not (?:override|append to config)[^']*'([^']+)'", message)
     if not key:
         return message
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        flat, stack = [], [("", OmegaConf.to_container(compose(config_name)))]
+        flat, stack = [], [("", OmegaConf.to_container(compose(config_name, [a for a in arguments if a.partition("=")[0] in groups])))]
     while stack:
         prefix, node = stack.pop()
         for name, value in node.items():
@@ -188,14 +193,14 @@ def script(config_name, settings):
             try:
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(task)()
             except (HydraException, OmegaConfBaseException) as error:
-                fail(explain(error, config_name))
+                fail(explain(error, config_name, arguments))
             except KeyboardInterrupt:
                 print("interrupted: the same command continues where it stopped", file=sys.stderr)
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 os.kill(os.getpid(), signal.SIGINT)  # die of it, so that make and the shell stop too
             except Exception as error:
                 if not composed and not multirun:  # Hydra has errors of other kinds too, model=null for one
-                    fail(f"{' '.join(arguments)}: {explain(error, config_name)}")
+                    fail(f"{' '.join(arguments)}: {explain(error, config_name, arguments)}")
                 if not multirun:
                     raise
                 # a worker killed by the system has had no chance to say FAILED itself
