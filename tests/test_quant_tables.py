@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 import torch
 from scipy import stats
-from test_analysis import ROOT, script, write, write_evaluation, write_training
+from test_analysis import ROOT, outputs, script, write, write_evaluation, write_training
 
-from analysis import quant_tables, tables
+from analysis import notebooks, quant_tables, tables
 from analysis.runs import load_runs
 from kv_cache.fp8 import FP8Config
 from kv_cache.kivi import KIVIConfig
@@ -272,3 +272,84 @@ def test_what_is_missing_is_said_and_skipped(tmp_path, monkeypatch, capsys):
 def test_help_prints_the_commands():
     done = subprocess.run([sys.executable, ROOT / "analysis" / "quant_tables.py", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "python analysis/quant_tables.py" in done.stdout and done.stderr == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the notebook
+
+
+def test_the_notebook_on_known_runs(copy, tmp_path):
+    done = script(copy, "notebooks.py", "wandb=disabled", "notebook=quant", home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = outputs(copy / "analysis" / "quant.ipynb")
+    assert "Not here" not in text and str(copy) not in text
+    # at n_kv 1 changes are double, so fp8 is out
+    assert "**MHA (n_kv 8)**: of 8 caches 2 cost nothing measurable and 4 cost something" in text
+    assert "The smallest of the first is **KIVI, 4 bits**: 6.38 bits a number, 2.51 times fewer" in text
+    window = [0.05 - 0.01, 0.06 - 0.02, 0.07 - 0.03]
+    assert (
+        f"no window: by token minus by channel {tables.with_interval([0.1, 0.13, 0.16], 5, True)} nats, beyond seed noise"
+        in text
+    )
+    assert f"window 32: by token minus by channel {tables.with_interval(window, 5, True)} nats, beyond seed noise" in text
+    assert "SmolLM2-135M: perplexity +0.612 (20.086 → 20.697, 4.60 bits a number)" in text  # KIVI, 2 bits
+    assert "+0.020 (20.086 → 20.106, 4.50 bits a number), **under that**" in text  # KVQuant, 3 bits
+    assert "| SmolLM2-135M | 1 | 3 | 10.0, at most 10.0 | 5.0, at most 5.0 | 1.0, at most 1.0 |" in text
+    assert "| cpu, n_kv 8 | 3 | 3 | 10.0, at most 10.0 | – | 1.0, at most 1.0 |" in text
+    assert "further than 3 median channels: keys in 9 of 9; values in 0 of 9" in text
+    assert "| recall, MHA (n_kv 8) | KIVI, 4 bits | as many as dense |" in text
+    assert "| SmolLM2 | KIVI, 2 bits | -50.0 points, one seed: no verdict |" in text
+    assert "No quantised cache has been timed" in text
+    figures = {path.stem for path in (copy / "results" / "figures").iterdir()}
+    assert figures == set(notebooks.FIGURES["quant"])
+
+
+def test_the_notebook_says_what_it_lacks(tmp_path):
+    """One quantised evaluation and nothing else, timed beside a dense one."""
+    for folder in ("analysis", "kv_cache", "kernels", "."):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for path in (ROOT / folder).glob("*.py"):
+            shutil.copy(path, tmp_path / folder)
+    sweep = tmp_path / "runs" / "smoke"
+    write_training(sweep, 8, 1)
+    write_evaluation(sweep, 8, 1)
+    dense = sweep / "eval-kv8-s1" / "summary.json"
+    kept = json.loads(dense.read_text()) | {"dtype": "float32", "machine": "abacus"}
+    dense.write_text(json.dumps(kept))
+    timing = {"tokens_per_s_b1": kept["tokens_per_s_b1"] / 2, "kv_bytes_measured_b1": kept["kv_bytes_measured_b1"] // 4}
+    write_quantised(sweep, "kv8-s1", 8, 1, KIVIConfig(bits=8), 0.0, 9.9, 1.5, **timing)
+    done = script(tmp_path, "notebooks.py", "sweep=smoke", "wandb=disabled", "notebook=quant", home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = outputs(sweep / "results" / "quant.ipynb")
+    assert "*Not here:* pictures of smoke; `python calibrate.py sweep=smoke again=true` makes them." in text
+    assert "one seed: no verdict" in text and "SmolLM2 has not been measured" in text
+    assert "No retrieval has been measured" in text and "Only one of the two has been measured" in text
+    assert "| 4.00x | 0.50, one seed: no verdict |" in text
+    assert {path.stem for path in (sweep / "results" / "figures").iterdir()} == {"quant"}
+
+
+def test_a_sweep_without_quantised_caches_is_no_failure(tmp_path, monkeypatch, capsys):
+    made = []
+    monkeypatch.setattr(notebooks, "ROOT", tmp_path)
+    monkeypatch.setattr(notebooks, "make", lambda name, sweep: (made.append(name) or f"{name}: made", True))
+    write_training(tmp_path / "runs" / "smoke", 8, 1)
+    for words, wanted in ((["notebook=quant"], []), ([], ["loss", "cache", "speed", "budget"])):
+        monkeypatch.setattr(sys, "argv", ["notebooks.py", "sweep=smoke", "wandb=disabled", *words])
+        with pytest.raises(SystemExit) as stop:
+            notebooks.main()
+        assert stop.value.code == 0 and made == wanted
+        err = capsys.readouterr().err
+        assert err.splitlines() == [
+            "quant: left out; runs/smoke: nothing measured through a quantised cache; `make quant PRESET=smoke` makes them"
+        ]
+
+
+def test_script_and_notebook_are_the_same():
+    path = ROOT / "analysis" / "quant.ipynb"
+    if not path.exists():
+        pytest.skip("not executed yet: make analysis")
+    built, kept = notebooks.build("quant"), json.loads(path.read_text())
+    assert [(c.id, c.cell_type, c.source) for c in built.cells] == [
+        (c["id"], c["cell_type"], "".join(c["source"])) for c in kept["cells"]
+    ]
+    assert kept["metadata"] == built.metadata
