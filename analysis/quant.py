@@ -130,8 +130,13 @@ def bits_axis(ax):
     ax.xaxis.set_major_formatter("{x:g}")
 
 
-def signed(v, _=None):
-    return f"{v:+g}" if v else "0"
+def change_axis(ax, changes, linear):
+    """Changes of either sign: to scale up to `linear`, a factor ten a distance beyond."""
+    ax.set_yscale("symlog", linthresh=linear)
+    ax.set_ylim(min(-0.6 * linear, 1.5 * changes.min()), 5 * max(changes.max(), linear))
+    ax.yaxis.set_major_locator(plt.FixedLocator([-linear, 0, *(linear * 10**k for k in range(9))]))
+    ax.yaxis.set_major_formatter(lambda v, _: f"{v:+g}" if v else "0")
+    ax.yaxis.set_minor_locator(plt.NullLocator())
 
 
 if len(losses):
@@ -147,12 +152,7 @@ if len(losses):
         bits_axis(bottom)
     least = losses.val_kl[losses.val_kl > 0].min()
     axes[1][0].set_ylim(bottom=least / 3)
-    largest = max(losses.difference.abs().max(), q.MARGIN)
-    axes[0][0].set_yscale("symlog", linthresh=q.MARGIN, linscale=1)
-    axes[0][0].set_ylim(min(-0.6 * q.MARGIN, 1.5 * losses.difference.min()), 3 * largest)
-    axes[0][0].yaxis.set_major_locator(plt.FixedLocator([-q.MARGIN, 0, *(q.MARGIN * 10**k for k in range(6))]))
-    axes[0][0].yaxis.set_major_formatter(signed)
-    axes[0][0].yaxis.set_minor_locator(plt.NullLocator())
+    change_axis(axes[0][0], losses.difference, q.MARGIN)
     axes[0][0].set_ylabel("change of the loss,\nnats a token")
     axes[1][0].set_ylabel("KL from uncached,\nnats a token")
     handles = [*key_of(names), plt.Rectangle((0, 0), 1, 1, color="#e8e8e8", label=f"below {q.MARGIN:+g}")]
@@ -223,15 +223,15 @@ def moved(rows):
     return f"{row.perplexity_cached - row.perplexity:+.3f} ({row.perplexity:.3f} → {row.perplexity_cached:.3f}, {row.bits_per_value:.2f} bits a number)"
 
 
-kivi2, kvquant3 = pick(large, bits=2, **SERIES[0][1]), pick(large, bits=3, **SERIES[1][1])
-if len(kivi2):
-    lines.append(f"- KIVI reports 2 bits close to 16 bits on Llama-2-7B. Here, SmolLM2-135M: perplexity {moved(kivi2)}.")
-if len(kvquant3):
-    change = (kvquant3.perplexity_cached - kvquant3.perplexity).iloc[0]
+kivi, kvquant = pick(large, bits=2, **SERIES[0][1]), pick(large, bits=3, **SERIES[1][1])
+if len(kivi):
+    lines.append(f"- KIVI reports 2 bits close to 16 bits on Llama-2-7B. Here, SmolLM2-135M: perplexity {moved(kivi)}.")
+if len(kvquant):
+    change = (kvquant.perplexity_cached - kvquant.perplexity).iloc[0]
     under = "under that" if change < 0.1 else "not under that"
     lines.append(
         f"- KVQuant reports less than 0.1 of perplexity at 3 bits with 1 % outliers on models of the Llama family. Here, "
-        f"SmolLM2-135M: {moved(kvquant3)}, **{under}**."
+        f"SmolLM2-135M: {moved(kvquant)}, **{under}**."
     )
 if len(large):
     for limit in (0.01, 0.1, 1.0):
@@ -259,48 +259,32 @@ def axes_rows(table, axis, window):
     return pick(table, method="kivi", bits=2, key_axis=axis, value_axis="token", residual=window)
 
 
-panels = [t for t in (losses, large) if any(len(axes_rows(t, *where)) for where in AXES)]
-if panels:
-    fig, axes = plt.subplots(1, len(panels), figsize=(f.WIDTH, 4.3), squeeze=False)
-    for ax, table in zip(axes[0], panels, strict=True):
-        tiny = table is losses
-        heads = kinds if tiny else [int(table.n_kv.iloc[0])]
+kivi2 = [(losses, "difference", "loss, nats a token", q.MARGIN, "tiny models")]
+kivi2 += [(large.assign(moved=large.perplexity_cached - large.perplexity), "moved", "perplexity", 0.1, "SmolLM2-135M")]
+kivi2 = [panel for panel in kivi2 if any(len(axes_rows(panel[0], *where)) for where in AXES)]
+if kivi2:
+    fig, axes = plt.subplots(1, len(kivi2), figsize=(f.WIDTH, 4.3), squeeze=False)
+    for ax, (table, column, unit, linear, title) in zip(axes[0], kivi2, strict=True):
+        heads = sorted(table.n_kv.unique(), reverse=True)
         for i, n_kv in enumerate(heads):
-            color, marker = ("#333333", "o") if not tiny else [f.look(n_kv, n_head[f.SWEEP])[k] for k in ("color", "marker")]
+            style = {"color": "#333333", "marker": "o", "linestyle": "none"}
+            style = f.look(n_kv, n_head[f.SWEEP], line=False) if table is losses else style
             for x, where in enumerate(AXES):
-                rows = axes_rows(table[table.n_kv == n_kv], *where)
-                changes = rows.difference if tiny else rows.perplexity_cached - rows.perplexity
+                changes = axes_rows(table[table.n_kv == n_kv], *where)[column]
                 if len(changes):
                     mean, half = tables.interval(changes)
                     at = x + 0.2 * (i - (len(heads) - 1) / 2)
-                    ax.errorbar(
-                        at, mean, yerr=None if half != half else half, color=color, marker=marker, capsize=4, linestyle="none"
-                    )
-                    if not tiny:
+                    ax.errorbar(at, mean, yerr=None if half != half else half, capsize=4, **style)
+                    if table is not losses:
                         ax.annotate(f"{mean:+.3g}", (at, mean), (0, 9), textcoords="offset points", ha="center")
-        ax.set_xticks(range(len(AXES)), [axis for axis, _ in AXES])
-        for x, text in ((0.5, "window of 32"), (2.5, "no window")):
-            ax.text(x, 0.98, text, ha="center", va="top", transform=ax.get_xaxis_transform(), color="#555555")
-        ax.set_xlim(-0.6, len(AXES) - 0.4)
+        change_axis(ax, table[column][table.method.eq("kivi") & table.bits.eq(2)], linear)
+        ax.axhline(0, color="#333333", linewidth=1)
         ax.axvline(1.5, color="#bbbbbb", linewidth=1)
         ax.grid(False, axis="x")
-        changes = [
-            c
-            for where in AXES
-            for r in [axes_rows(table, *where)]
-            for c in (r.difference if tiny else r.perplexity_cached - r.perplexity)
-        ]
-        wide = min(changes) > 0 and max(changes) > 10 * min(changes)
-        if wide:
-            ax.set_yscale("log")
-            ax.margins(y=0.25)
-        else:
-            ax.axhline(0, color="#333333", linewidth=1)
-            ax.margins(y=0.25)
-        ax.yaxis.set_major_formatter(signed)
-        ax.set_title("tiny models" if tiny else "SmolLM2-135M")
-        ax.set_ylabel(f"change of the {'loss, nats a token' if tiny else 'perplexity'}" + (" (log axis)" if wide else ""))
-        ax.set_xlabel("keys share a scale by")
+        ax.set_xticks(range(len(AXES)), [axis for axis, _ in AXES])
+        ax.set_xticks([0.5, 2.5], ["window of 32", "no window"], minor=True)
+        ax.tick_params(axis="x", which="minor", length=0, pad=22)
+        ax.set(title=title, ylabel=f"change of the {unit}", xlabel="keys share a scale by", xlim=(-0.6, len(AXES) - 0.4))
     handles = [
         plt.Line2D([], [], label=f.label(n_kv, n_head[f.SWEEP]), **f.look(n_kv, n_head[f.SWEEP], line=False)) for n_kv in kinds
     ]
@@ -404,14 +388,14 @@ if drawn:
                 )
                 ax.set_axis_off()
                 continue
-            x = picture[kind].float().abs().T  # [C, tokens]
+            x = picture[kind][:64].float().abs().T  # [C, tokens]: half of them, to be seen
             image = ax.imshow(x, aspect="auto", interpolation="nearest", cmap="magma", vmin=0, origin="lower")
             bar = fig.colorbar(image, ax=ax, pad=0.02)
             bar.ax.tick_params(labelsize=9)
             for head in range(1, n_kv):
                 ax.axhline(head * len(x) / n_kv - 0.5, color="white", linewidth=0.4, alpha=0.7)
             ax.grid(False)
-            if line is axes[0]:
+            if title == drawn[0][0]:
                 ax.set_title(said)
             if title == drawn[-1][0]:
                 ax.set_xlabel("token")

@@ -191,7 +191,7 @@ def recall_summary(table):
         means = 100 * accuracy(rows)
         cells = [with_interval(means[n_kv], digits=1) if n_kv in means.index.levels[0] else "–" for n_kv in kinds]
         at = rows.groupby("distance").accuracy.mean()
-        lines.append([name, *cells, f"{at.idxmin():,} tokens: {at.min():.1%}"])
+        lines.append([name, *cells, "–" if at.min() == at.max() else f"{at.idxmin():,} tokens: {100 * at.min():.1f}"])
     return lines
 
 
