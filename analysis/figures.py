@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 import matplotlib as mpl
+import numpy as np
 from IPython.display import Image, Markdown, display
 
 from analysis.tables import as_markdown, heads
@@ -112,3 +113,27 @@ def plot_differences(ax, rows, unit, apart=None):
     ax.margins(x=0.08)
     ax.grid(False, axis="y")
     ax.set_xlabel(unit)
+
+
+def heat(ax, table, row, columns, share):
+    """
+    The mean of the column `share`, from 0 to 1, as a heat map with its per cents: downwards the values of `row` as they come,
+    to the right those of `columns`, sorted. What was not measured stays grey. Returns the image, and the cells as a table.
+    """
+    cells = table.groupby([row, *columns], sort=False)[share].mean().unstack(columns)
+    cells = cells.reindex(index=table[row].unique(), columns=sorted(cells.columns))
+    values = cells.to_numpy(dtype=float)
+    ax.set_facecolor("#dddddd")
+    image = ax.imshow(values, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=1)
+    for (y, x), value in np.ndenumerate(values):
+        if value == value:
+            color = "black" if value > 0.6 else "white"
+            ax.text(x, y, f"{100 * value:.0f}", ha="center", va="center", fontsize=9, color=color)
+    ax.set_yticks(range(len(cells)), cells.index)
+    ax.set_yticks([y + 0.5 for y in range(len(cells) - 1)], minor=True)
+    ax.grid(False)
+    ax.grid(True, axis="y", which="minor", color="white", linewidth=1.5)
+    ax.set_axisbelow(False)
+    ax.tick_params(which="both", length=0)
+    ax.spines[:].set_visible(False)
+    return image, cells

@@ -7,7 +7,7 @@ Execute the notebooks on a sweep's runs. They are kept as plain scripts, analysi
     python analysis/notebooks.py notebook=budget        the one that only counts: it needs no runs
 
 Prints a line a notebook. Nothing is trained or measured. The same runs give the same files, byte for byte. Each execution
-is also a W&B run, analysis-<notebook>, with the figures.
+is also a W&B run, analysis-<notebook>, with the figures. `quant` is left out where no quantised cache has been measured.
 """
 
 import json
@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python analysis/notebooks.py` puts only analysis/ there
 
+from analysis import quant_tables
 from analysis.runs import arguments, load_runs
 from analysis.tables import sweep_table
 from tracking import MODES, Run
@@ -30,6 +31,7 @@ FIGURES = {
     "cache": ("cache",),
     "speed": ("speed", "speed_batch"),
     "budget": ("budget", "budget_crossover", "budget_precision", "budget_parallel"),
+    "quant": ("quant", "quant_smollm2", "quant_axes", "quant_magnitudes", "quant_retrieval", "quant_passkey"),
 }
 WITHOUT_RUNS = ("budget",)  # it counts, and reads no run
 SECONDS = 300  # for a cell; it takes a few on a laptop
@@ -150,12 +152,18 @@ def main():
         if set(names) - set(WITHOUT_RUNS):
             if runs.empty:
                 raise ValueError("no runs")
-            sweep_table(runs)
+            if names != ["quant"]:
+                sweep_table(runs)
     except ValueError as error:
         print(f"error: runs/{sweep}: {error}; `make sweep PRESET={sweep}` makes them", file=sys.stderr)
         sys.exit(2)
+    if "quant" in names:
+        found, missing = quant_tables.load(sweep, ROOT / "runs")
+        if not found:
+            print(f"quant: left out; {'; '.join(missing)}", file=sys.stderr)
+            names.remove("quant")
     failed = False
-    with ThreadPoolExecutor(len(names)) as pool:  # most of a notebook's time is one kernel's imports
+    with ThreadPoolExecutor(max(1, len(names))) as pool:  # most of a notebook's time is one kernel's imports
         for name, (line, worked) in zip(names, pool.map(lambda name: make(name, sweep), names), strict=True):
             print(line, file=sys.stdout if worked else sys.stderr, flush=True)
             failed |= not worked

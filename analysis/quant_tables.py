@@ -1,0 +1,294 @@
+"""
+What quantised caches cost in loss and retrieval: results/quant.csv, results/retrieval.csv, the README's tables, on the terminal.
+
+    python analysis/quant_tables.py                  the sweep cpu, and recall and pretrained where they are -> results/, README.md
+    python analysis/quant_tables.py sweep=smoke      another sweep, alone -> runs/smoke/results/, README untouched
+    python analysis/quant_tables.py readme=false     the same as the first, README untouched
+
+Reads what `eval.py cache=…` and `retrieval.py cache=…` left. A sweep that is not there is said and skipped.
+
+The rule for words, written before the runs. A run's change of loss is through its cache minus uncached, on the same tokens
+and weights, so a change is paired by itself. A cache costs "nothing measurable" when the 95 % interval (Student's t over the
+seeds) of the changes lies below +0.001 nats a token, a thousandth of the perplexity; it "costs" when the interval does not,
+and lies above zero. Otherwise these seeds cannot tell: "undecided". One seed has no interval, and so no verdict.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python analysis/quant_tables.py` puts only analysis/ there
+
+from analysis.runs import arguments, load_runs
+from analysis.tables import as_markdown, as_text, interval, with_interval, write_readme
+
+ROOT = Path(__file__).resolve().parent.parent
+MARGIN = 0.001  # nats a token; seeds of the cpu sweep end some 0.005 apart
+COMPANIONS = {"recall": "python train.py -m preset=recall model.n_kv=8,2,1", "pretrained": "make pretrained"}  # beside cpu
+METHODS = ["dense", "fp8", "kivi", "kvquant"]
+OPTIONS = ["format", "scale", "group", "residual", "key_axis", "value_axis", "outliers", "sink", "pre_rope"]
+WHAT = ["sweep", "n_kv", "seed", "cache", "method", "bits", *OPTIONS, "exact_dtype"]
+QUANT_COLUMNS = [
+    *WHAT, "dtype", "window", "windows", "val_loss", "val_loss_cached", "difference", "perplexity", "perplexity_cached",
+    "val_kl", "bits_per_value", "tokens_per_s_b1", "tokens_per_s_b32", "kv_bytes_measured_b1", "kv_bytes_measured_b32",
+    "corpus", "commit", "machine",
+]  # fmt: skip
+RETRIEVAL_COLUMNS = [*WHAT, "task", "length", "depth", "distance", "accuracy", "examples", "commit", "machine"]
+
+
+def what(run, label):
+    """The columns that say which model a run measured, through which cache."""
+    method = next(m for m in METHODS if label.startswith(m))
+    exact = label.rpartition("-")[2]
+    given = {"bits": 8 if method == "fp8" else None}
+    given |= {key: run[f"cache.{key}"] for key in ("bits", *OPTIONS) if not pd.isna(run.get(f"cache.{key}", None))}
+    exact = exact if exact in ("float16", "bfloat16", "float32") else run.get("cache.dtype", run.get("dtype"))
+    return {"sweep": run["sweep"], "n_kv": run["n_kv"], "seed": run["seed"], "cache": label, "method": method,
+            "exact_dtype": exact, **given}  # fmt: skip
+
+
+def measured(runs, job, key):
+    """The finished runs of one script with a result `key`, those that go by their own name (name=… keeps others apart)."""
+    for run in runs.to_dict("records"):
+        if run["job_type"] == job and run["state"] == "finished" and key in run and isinstance(run.get("cache"), str):
+            own = f"{job}-{run.get('parent.name')}-{run['cache']}"
+            if run["name"] == own and run.get("parent.script") != "uptrain" and not pd.isna([run[key]]).all():
+                yield run
+
+
+def quant_table(runs):
+    """One row a (model, cache) whose loss was measured through the cache. ValueError for rows that share no table."""
+    rows = []
+    for run in measured(runs, "eval", "val_loss_cached"):
+        row = {key: run.get(key) for key in QUANT_COLUMNS} | what(run, run["cache"])
+        row["window"] = run.get("model.block_size") if pd.isna(run.get("window")) else run["window"]
+        row["difference"] = run["val_loss_cached"] - run["val_loss"]
+        row["perplexity"], row["perplexity_cached"] = math.exp(run["val_loss"]), math.exp(run["val_loss_cached"])
+        rows.append(row)
+    table = in_order(pd.DataFrame(rows, columns=QUANT_COLUMNS))
+    if table.corpus.nunique() > 1:
+        raise ValueError(f"runs on different corpora ({', '.join(sorted(table.corpus.unique()))}) never share a table")
+    return table
+
+
+def retrieval_table(runs):
+    """One row a (model, cache, place of what is to be found): its distance, or the length and depth of a pass key."""
+    rows = []
+    for run in measured(runs, "retrieval", "accuracy"):
+        for place, accuracy in run["accuracy"].items():
+            at = json.loads(place)
+            where = {"task": "recall", "length": run.get("model.block_size"), "distance": at, "examples": run.get("examples")}
+            if isinstance(at, list):
+                where = {"task": "passkey", "length": at[0], "depth": at[1], "examples": run.get("keys")}
+            rows.append(
+                {**what(run, run["cache"]), **where, **{k: run.get(k) for k in ("commit", "machine")}, "accuracy": accuracy}
+            )
+    return in_order(pd.DataFrame(rows, columns=RETRIEVAL_COLUMNS))
+
+
+def in_order(table):
+    """By model, then by cache: methods, many bits to few, the plain form before its variants."""
+    for column in ("n_kv", "seed", "bits", "group", "residual", "sink", "window", "windows", "length", "distance", "examples"):
+        if column in table:
+            table[column] = pd.to_numeric(table[column]).astype("Int64")
+    keys = pd.DataFrame({
+        "sweep": table.sweep, "method": table.method.map(METHODS.index), "bits": -table.bits.fillna(16),
+        "format": table.format.astype(object).fillna(""), "scale": table.scale.map(["one", "layer", "head"].index, na_action="ignore"),
+        "outliers": -pd.to_numeric(table.outliers), "pre_rope": table.pre_rope.eq(False), "axis": table.key_axis.astype(object).fillna(""),
+        "values": table.value_axis.astype(object).fillna("token").ne("token"), "residual": (table.residual.fillna(32) - 32).abs(),
+        "cache": table.cache, "n_kv": -table.n_kv, "seed": table.seed,
+    })  # fmt: skip
+    return table.loc[keys.sort_values(list(keys)).index].reset_index(drop=True)
+
+
+def name_of(row):
+    """A cache in words: 'KIVI, 2 bits, keys by token'."""
+    if row.method == "dense":
+        return f"dense, {row.exact_dtype}"
+    if row.method == "fp8":
+        return f"fp8 {row.format}" + ("" if row.scale == "one" else f", scale a {row.scale}")
+    if row.method == "kivi":
+        said = [
+            (row.key_axis != "channel", f"keys by {row.key_axis}"),
+            (row.value_axis != "token", f"values by {row.value_axis}"),
+            (row.group != 32, f"groups of {row.group}"),
+            (row.residual != 32, f"window {row.residual}" if row.residual else "no window"),
+        ]
+    else:
+        said = [
+            (True, f"{100 * row.outliers:g} % outliers" if row.outliers else "no outliers"),
+            (row.sink != 1, f"sink {row.sink}"),
+            (not row.pre_rope, "keys turned"),
+        ]
+    method = {"kivi": "KIVI", "kvquant": "KVQuant"}[row.method]
+    return ", ".join([method, f"{row.bits} bits", *(text for differs, text in said if differs)])
+
+
+def cost(changes):
+    """The rule above."""
+    mean, half = interval(changes)
+    if half != half:
+        return "one seed: no verdict"
+    if mean + half < MARGIN:
+        return "nothing measurable"
+    return "costs" if mean - half > 0 else "undecided"
+
+
+def spread(values, digits):
+    """One number, or the lowest to the highest."""
+    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def by_cache(table):
+    """(name, rows) of each cache, in the table's order."""
+    for _, rows in table.groupby("cache", sort=False):
+        yield name_of(rows.iloc[0]), rows
+
+
+def quant_summary(table):
+    """Rows of text: the header, then one row a cache: bits a number and, for each n_kv, the mean change of the loss."""
+    kinds = sorted(table.n_kv.unique(), reverse=True)
+    seeds = table.seed.nunique()
+    lines = [["cache", "bits a number", *(f"n_kv {n_kv}: change of the loss" for n_kv in kinds)]]
+    for name, rows in by_cache(table):
+        cells = []
+        for n_kv in kinds:
+            changes = rows[rows.n_kv == n_kv].difference
+            short = f" (n = {len(changes)})" if len(changes) < seeds else ""
+            cells.append(f"{with_interval(changes, digits=5, sign=True)}{short}, {cost(changes)}" if len(changes) else "–")
+        lines.append([name, spread(rows.bits_per_value, 2), *cells])
+    return lines
+
+
+def pretrained_summary(table):
+    """Rows of text for one model without seeds: perplexity uncached first, then through each cache."""
+    lines = [["cache", "bits a number", "perplexity", "change", "KL, nats a token"]]
+    for perplexity in sorted(table.perplexity.round(6).unique()):
+        lines.append(["none: uncached", "–", f"{perplexity:.3f}", "–", "–"])
+    for name, rows in by_cache(table):
+        for row in rows.itertuples():
+            change = row.perplexity_cached - row.perplexity
+            lines.append(
+                [name, f"{row.bits_per_value:.2f}", f"{row.perplexity_cached:.3f}", f"{change:+.3f}", f"{row.val_kl:.5f}"]
+            )
+    return lines
+
+
+def accuracy(rows):
+    """The mean accuracy of each model (n_kv, seed) over its places."""
+    return rows.groupby(["n_kv", "seed"]).accuracy.mean()
+
+
+def recall_summary(table):
+    """Rows of text: one row a cache, the accuracy over all distances for each n_kv, mean over seeds, and the worst distance."""
+    kinds = sorted(table.n_kv.unique(), reverse=True)
+    lines = [["cache", *(f"n_kv {n_kv}: found, %" for n_kv in kinds), "worst distance"]]
+    for name, rows in by_cache(table):
+        means = 100 * accuracy(rows)
+        cells = [with_interval(means[n_kv], digits=1) if n_kv in means.index.levels[0] else "–" for n_kv in kinds]
+        at = rows.groupby("distance").accuracy.mean()
+        lines.append([name, *cells, "–" if at.min() == at.max() else f"{at.idxmin():,} tokens: {100 * at.min():.1f}"])
+    return lines
+
+
+def passkey_summary(table):
+    """Rows of text: one row a cache, pass keys found at each length, all depths together."""
+    lengths = sorted(table.length.unique())
+    lines = [["cache", *(f"{length:,} tokens" for length in lengths)]]
+    for name, rows in by_cache(table):
+        cells = []
+        for length in lengths:
+            mine = rows[rows.length == length]
+            cells.append(f"{(mine.accuracy * mine.examples).sum():.0f} of {mine.examples.sum()}" if len(mine) else "–")
+        lines.append([name, *cells])
+    return lines
+
+
+def all_of(rows, column):
+    return ", ".join(sorted({f"{v:g}" if isinstance(v, float) else str(v) for v in rows[column].dropna()}))
+
+
+def conditions(table):
+    """What the losses were measured on, in one line."""
+    sizes = table[["window", "windows"]].drop_duplicates().itertuples()
+    n = ", ".join(f"{'the whole split in' if pd.isna(s.windows) else s.windows} windows of {s.window} tokens" for s in sizes)
+    return (
+        f"{all_of(table, 'corpus')}, validation, {n}; {all_of(table, 'dtype')} weights, {all_of(table, 'exact_dtype')} for what a "
+        f"cache keeps in full precision; seeds {all_of(table, 'seed')}; {all_of(table, 'machine')}; commit {all_of(table, 'commit')}"
+    )
+
+
+def load(sweep, root=None):
+    """({sweep: its runs}, a line for each that is missing), of a sweep and those that go with it."""
+    found, missing = {}, []
+    for name in (sweep, *(COMPANIONS if sweep == "cpu" else ())):
+        runs, _ = load_runs(root or ROOT / "runs", sweep=name)
+        runs = runs[runs.job_type.isin(("eval", "retrieval"))] if len(runs) else runs
+        if any(True for job, key in (("eval", "val_loss_cached"), ("retrieval", "accuracy")) for _ in measured(runs, job, key)):
+            found[name] = runs
+        else:
+            make = (
+                f"`make quant PRESET={name}` makes them"
+                if name not in COMPANIONS
+                else f"after `{COMPANIONS[name]}`, `make quant`"
+            )
+            missing.append(f"runs/{name}: nothing measured through a quantised cache; {make}")
+    return found, missing
+
+
+def tables_of(found):
+    """The tables of `load`'s sweeps, one below the other: (quant, retrieval)."""
+    both = []
+    for make, columns in ((quant_table, QUANT_COLUMNS), (retrieval_table, RETRIEVAL_COLUMNS)):
+        parts = [part for part in map(make, found.values()) if len(part)]
+        rows = [row for part in parts for row in part.to_dict("records")]
+        both.append(in_order(pd.DataFrame(rows, columns=columns)))
+    return both
+
+
+def main():
+    given = arguments(("sweep", "readme"))
+    sweep = given.get("sweep", "cpu")
+    readme = sweep == "cpu" and given.get("readme", "true") == "true"
+    found, missing = load(sweep)
+    print("\n".join(missing), end="\n" if missing else "")
+    if not found:
+        return
+    try:
+        quant, retrieval = tables_of(found)
+    except ValueError as error:
+        print(f"error: runs/{sweep}: {error}", file=sys.stderr)
+        sys.exit(2)
+    out = ROOT / "results" if sweep == "cpu" else ROOT / "runs" / sweep / "results"
+    out.mkdir(parents=True, exist_ok=True)
+    blocks = {}
+    for name, rows in quant.groupby("sweep", sort=False):
+        lines, note = (pretrained_summary if name == "pretrained" else quant_summary)(rows), conditions(rows)
+        print(f"\n{name}\n{as_text(lines)}\n\n{note}")
+        key = {"cpu": "quant", "pretrained": "quant-smollm2"}.get(name, f"quant-{name}")
+        blocks[key] = f"{as_markdown(lines)}\n\n<sub>{note}</sub>"
+    found_there = []
+    for task, rows in retrieval.groupby("task", sort=False):
+        lines = (passkey_summary if task == "passkey" else recall_summary)(rows)
+        counts = f"{all_of(rows, 'examples')} {'keys for each length and depth' if task == 'passkey' else 'sequences for each distance'}"
+        note = f"{all_of(rows, 'sweep')}: {counts}; {all_of(rows, 'machine')}; commit {all_of(rows, 'commit')}"
+        print(f"\n{task}\n{as_text(lines)}\n\n{note}")
+        found_there.append(f"{as_markdown(lines)}\n\n<sub>{note}</sub>")
+    if found_there:
+        blocks["retrieval"] = "\n\n".join(found_there)
+    written = []
+    for name, table in (("quant", quant), ("retrieval", retrieval)):
+        if len(table):
+            table.to_csv(out / f"{name}.csv", index=False)
+            written.append(f"{name}.csv")
+    if readme:
+        write_readme(ROOT / "README.md", blocks)
+    print(f"\n-> {out.relative_to(ROOT)}/{', '.join(written)}{' and README.md' if readme else ''}")
+
+
+if __name__ == "__main__":
+    main()
