@@ -75,13 +75,16 @@ recall: $(READY)  ## models that look keys up over 1,024 tokens, and how often t
 	@status=0; \
 	$(PY) train.py -m $(PARALLEL) data=recall preset=recall model.n_kv=8,2,1 || status=1; \
 	$(PY) calibrate.py sweep=recall || status=1; \
-	$(call through,retrieval.py sweep=recall); exit $$status
+	$(call through,retrieval.py sweep=recall); \
+	$(PY) analysis/quant_tables.py || status=1; exit $$status
 
+quant-pretrained: JOBS = 1  # several would hold several models
 quant-pretrained: pretrained  ## SmolLM2-135M through each cache: perplexity at 2,048 tokens, pass keys
-	@status=0; JOBS=1; \
+	@status=0; \
 	$(PY) calibrate.py ckpt=smollm2.pt tokens=8192 || status=1; \
 	$(call through,eval.py ckpt=smollm2.pt batches=[] window=2048 windows=4); \
-	$(call through,retrieval.py ckpt=smollm2.pt); exit $$status
+	$(call through,retrieval.py ckpt=smollm2.pt); \
+	$(PY) analysis/quant_tables.py || status=1; exit $$status
 
 bench-caches: $(READY)  ## decoding over every kind of cache, taking turns: some minutes
 	$(PY) bench/caches.py
@@ -101,6 +104,7 @@ bench: .venv/.bench .venv-vllm/.ready  ## training and decoding beside peers and
 analysis: $(READY)  ## tables and notebooks from the runs of PRESET
 	$(PY) analysis/notebooks.py sweep=$(PRESET)
 	$(PY) analysis/tables.py sweep=$(PRESET)
+	$(PY) analysis/quant_tables.py sweep=$(PRESET)
 
 calculator: $(READY)  ## the budget as a page to play with: calculator.html, one file, no network needed
 	$(PY) calculator/build.py

@@ -111,7 +111,10 @@ def explain(error, config_name, arguments=()):
         return message
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        flat, stack = [], [("", OmegaConf.to_container(compose(config_name, [a for a in arguments if a.partition("=")[0] in groups])))]
+        flat, stack = (
+            [],
+            [("", OmegaConf.to_container(compose(config_name, [a for a in arguments if a.partition("=")[0] in groups])))],
+        )
     while stack:
         prefix, node = stack.pop()
         for name, value in node.items():

@@ -21,6 +21,7 @@ sys.path.extend((".", ".."))  # started in the repository's root, or in analysis
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import torch
 
 from analysis import figures as f
@@ -472,32 +473,29 @@ else:
 # %% [markdown]
 # ## Speed
 #
-# Reading fewer bytes is not yet being faster: codes have to be unpacked. Tokens per second stand beside the dense cache of
-# the same model where both were timed with the same prompt, length, threads and kernel.
+# Reading fewer bytes is not yet being faster: codes have to be unpacked. `make bench-caches` times a decoding step over each
+# kind of cache, the kinds taking turns, with the same weights: a ratio is that of two neighbours in time.
 
 # %%
-ALIKE = ["n_kv", "seed", "tokens", "prompt", "threads", "kernel", "dtype", "machine"]
-rows, alone = [], 0
-for sweep, runs in found.items():
-    evals = runs[(runs.job_type == "eval") & (runs.state == "finished")]
-    dense = evals[evals.name == "eval-" + evals["parent.name"]]
-    for name, same in quant[quant.sweep == sweep].groupby("name", sort=False):
-        timed = evals[evals.cache == same.cache.iloc[0]].merge(dense, on=ALIKE, how="left", suffixes=("", "_dense"))
-        for batch in f.batches(timed):
-            rate, held = f"tokens_per_s_b{batch}", f"kv_bytes_measured_b{batch}"
-            for n_kv, mine in timed[timed[rate].notna()].groupby("n_kv"):
-                ratio = (mine[rate] / mine[f"{rate}_dense"]).dropna()
-                alone += len(mine) - len(ratio)
-                rows.append([
-                    sweep, n_kv, batch, name, f"{mine[rate].median():,.0f}", f"{mine[held].median():,.0f}",
-                    f"{(mine[f'{held}_dense'] / mine[held]).median():.2f}x" if len(ratio) else "–",
-                    f"{tables.with_interval(ratio, 2)}, {tables.verdict(ratio - 1)}" if len(ratio) else "–",
-                ])  # fmt: skip
-if rows:
-    f.say_table(["sweep", "n_kv", "batch", "cache", "tokens/s", "KV bytes", "dense bytes / these", "speed / dense"], *rows)
-    f.say(f"{alone} timings have no dense one under the same conditions, hence no ratio." if alone else "")
+path = f.ROOT / "results" / "caches.csv"
+if path.exists():
+    timed = pd.read_csv(path)
+    first = timed.iloc[0]
+    f.say(f"{first.context:,} tokens and more held, {first.threads} threads, {first.machine}, commit {first.commit}.")
+    f.say_table(
+        ["n_kv", "batch", "cache", "tokens/s", "speed / dense float32", "a step reads, MB: weights + cache", "cache, dense / this"],
+        *([
+            row.n_kv, row.batch, row.cache, f"{row.tokens_per_s:,.0f}", f"{row.to_dense:.2f}x",
+            f"{row.weight_bytes / 1e6:.0f} + {row.kv_bytes / 1e6:,.1f}",
+            f"{same.kv_bytes.iloc[0] / row.kv_bytes:.2f}x",
+        ] for _, same in timed.groupby(["n_kv", "batch"], sort=False) for row in same.itertuples()),
+    )  # fmt: skip
+    best = timed[timed.cache != "dense-float32"].groupby(["n_kv", "batch"], sort=False)
+    for (n_kv, batch), same in best:
+        top = same.loc[same.to_dense.idxmax()]
+        f.say(f"n_kv {n_kv}, batch {batch}: the fastest beside it is {top.cache}, {top.to_dense:.2f}x.")
 else:
-    f.say(f"No quantised cache has been timed: `python eval.py sweep={f.SWEEP} cache=kivi` times it.")
+    f.say("Not measured yet.")
 
 # %% [markdown]
 # ## What it means

@@ -299,13 +299,13 @@ def test_the_notebook_on_known_runs(copy, tmp_path):
     assert "further than 3 median channels: keys in 9 of 9; values in 0 of 9" in text
     assert "| recall, MHA (n_kv 8) | KIVI, 4 bits | as many as dense |" in text
     assert "| SmolLM2 | KIVI, 2 bits | -50.0 points, one seed: no verdict |" in text
-    assert "No quantised cache has been timed" in text
+    assert "Not measured yet." in text
     figures = {path.stem for path in (copy / "results" / "figures").iterdir()}
     assert figures == set(notebooks.FIGURES["quant"])
 
 
 def test_the_notebook_says_what_it_lacks(tmp_path):
-    """One quantised evaluation and nothing else, timed beside a dense one."""
+    """One quantised evaluation, the speeds of two caches, and nothing else."""
     for folder in ("analysis", "kv_cache", "kernels", "."):
         (tmp_path / folder).mkdir(exist_ok=True)
         for path in (ROOT / folder).glob("*.py"):
@@ -313,18 +313,21 @@ def test_the_notebook_says_what_it_lacks(tmp_path):
     sweep = tmp_path / "runs" / "smoke"
     write_training(sweep, 8, 1)
     write_evaluation(sweep, 8, 1)
-    dense = sweep / "eval-kv8-s1" / "summary.json"
-    kept = json.loads(dense.read_text()) | {"dtype": "float32", "machine": "abacus"}
-    dense.write_text(json.dumps(kept))
-    timing = {"tokens_per_s_b1": kept["tokens_per_s_b1"] / 2, "kv_bytes_measured_b1": kept["kv_bytes_measured_b1"] // 4}
-    write_quantised(sweep, "kv8-s1", 8, 1, KIVIConfig(bits=8), 0.0, 9.9, 1.5, **timing)
+    write_quantised(sweep, "kv8-s1", 8, 1, KIVIConfig(bits=8), 0.0, 9.9, 1.5)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "caches.csv").write_text(
+        "n_kv,batch,context,cache,step_ms,tokens_per_s,to_dense,weight_bytes,kv_bytes,threads,commit,machine\n"
+        "8,32,2120,dense-float32,30,1066.7,1,19000000,8000000,2,abc1234,abacus\n"
+        "8,32,2120,kivi2-g32-r32-float16,20,1600,1.5,19000000,1000000,2,abc1234,abacus\n"
+    )
     done = script(tmp_path, "notebooks.py", "sweep=smoke", "wandb=disabled", "notebook=quant", home=tmp_path)
     assert done.returncode == 0, done.stderr
     text = outputs(sweep / "results" / "quant.ipynb")
     assert "*Not here:* pictures of smoke; `python calibrate.py sweep=smoke again=true` makes them." in text
     assert "one seed: no verdict" in text and "SmolLM2 has not been measured" in text
     assert "No retrieval has been measured" in text and "Only one of the two has been measured" in text
-    assert "| 4.00x | 0.50, one seed: no verdict |" in text
+    assert "| 8 | 32 | kivi2-g32-r32-float16 | 1,600 | 1.50x | 19 + 1.0 | 8.00x |" in text
+    assert "n_kv 8, batch 32: the fastest beside it is kivi2-g32-r32-float16, 1.50x." in text
     assert {path.stem for path in (sweep / "results" / "figures").iterdir()} == {"quant"}
 
 
