@@ -31,7 +31,7 @@ import kernels
 from cli import InputError, script
 from data.tokenizer import tokenizer_from
 from decoding import cache_config, generate, make_cache
-from model import GPT, rng
+from model import GPT, rng, rotate
 from storage import checkpoints_of, load_calibration, load_checkpoint, load_model, open_run
 from tracking import Run, WandbConfig, commit, provenance
 from training import evaluate, load_data, set_up_device, windows_of
@@ -66,13 +66,42 @@ def cache_bytes(cache):
 
 
 @torch.no_grad()
+def stored_error(model, x, cache):
+    """
+    How far codes are from the keys and values they stand for, (keys, values): over all layers, the mean square of the error
+    over the variance of the numbers around their channels' means. x [B, T] goes through the (quantised) cache; tokens that
+    it holds in full precision do not count. NaN where all are.
+    """
+    given, attend = {}, cache.attend
+
+    def remember(layer, q, k, v):
+        given[layer] = k, v
+        return attend(layer, q, k, v)
+
+    cache.attend = remember
+    model(x, cache=cache)
+    first, last = cache.coded(cache.length)
+    wrong, variance = torch.zeros(2), torch.zeros(2)
+    for layer, (k, v) in given.items():
+        if cache.rotates:
+            k = rotate(k, model.cos[: x.size(1)], model.sin[: x.size(1)])
+        for i, (true, stored) in enumerate(((k, cache.keys), (v, cache.values))):
+            true = true[:, :, first:last].float()  # [B, n_kv, tokens, hd]
+            borders = [(a, b) for a, b in cache.blocks(cache.length) if first <= a and b <= last]
+            held = torch.cat([stored(layer, a, b) for a, b in borders], dim=2) if borders else true
+            wrong[i] += (held - true).square().sum().item()
+            variance[i] += (true - true.mean(dim=2, keepdim=True)).square().sum().item()
+    return (wrong / variance).tolist()
+
+
+@torch.no_grad()
 def evaluate_cached(model, tokens, T, new_cache):
     """
     What generation would see: the windows of T tokens that training.evaluate takes, but with keys and values that have been
     through a cache; each token attends to what the cache would hold at its position. `new_cache(model, tokens, batch)` makes
     an empty one. Returns a plain dict: the loss in nats a token, uncached and through the cache; the Kullback-Leibler
-    divergence of the cached predictions from the uncached ones, in nats a token; and the bits a number takes in a full
-    window's cache, everything counted.
+    divergence of the cached predictions from the uncached ones, in nats a token; the bits a number takes in a full window's
+    cache, everything counted; and for a quantised cache stored_error on eight windows.
     """
     c, device, n = model.config, model.wte.weight.device, len(tokens) - 1
     batches = windows_of(tokens, T, max(1, min(64, 2**27 // (T * c.vocab_size))))  # half a gigabyte of logits
@@ -88,8 +117,12 @@ def evaluate_cached(model, tokens, T, new_cache):
         if x.size(1) == T or not numbers:  # the last window may be shorter
             bits += 8 * cache_bytes(cache)[1]
             numbers += 2 * c.n_layer * c.n_kv * c.head_dim * x.numel()
+    errors = {}
+    if hasattr(cache, "coded"):
+        some = batches[0][0][:8].to(device)
+        errors = dict(zip(("key_error", "value_error"), stored_error(model, some, new_cache(model, T, len(some))), strict=True))
     return {
-        "val_loss": uncached / n, "val_loss_cached": loss / n, "val_kl": divergence / n, "bits_per_value": bits / numbers,
+        **errors, "val_loss": uncached / n, "val_loss_cached": loss / n, "val_kl": divergence / n, "bits_per_value": bits / numbers,
     }  # fmt: skip
 
 

@@ -27,13 +27,13 @@ from analysis.tables import as_markdown, as_text, interval, with_interval, write
 
 ROOT = Path(__file__).resolve().parent.parent
 MARGIN = 0.001  # nats a token; seeds of the cpu sweep end some 0.005 apart
-COMPANIONS = {"recall": "python train.py -m preset=recall model.n_kv=8,2,1", "pretrained": "make pretrained"}  # beside cpu
+COMPANIONS = {"recall": "make recall", "pretrained": "make quant-pretrained"}  # beside cpu, and what makes them
 METHODS = ["dense", "fp8", "kivi", "kvquant"]
 OPTIONS = ["format", "scale", "group", "residual", "key_axis", "value_axis", "outliers", "sink", "pre_rope"]
 WHAT = ["sweep", "n_kv", "seed", "cache", "method", "bits", *OPTIONS, "exact_dtype"]
 QUANT_COLUMNS = [
     *WHAT, "dtype", "window", "windows", "val_loss", "val_loss_cached", "difference", "perplexity", "perplexity_cached",
-    "val_kl", "bits_per_value", "tokens_per_s_b1", "tokens_per_s_b32", "kv_bytes_measured_b1", "kv_bytes_measured_b32",
+    "val_kl", "bits_per_value", "key_error", "value_error",
     "corpus", "commit", "machine",
 ]  # fmt: skip
 RETRIEVAL_COLUMNS = [*WHAT, "task", "length", "depth", "distance", "accuracy", "examples", "commit", "machine"]
@@ -143,6 +143,12 @@ def spread(values, digits):
     return low if low == high else f"{low} to {high}"
 
 
+def error(rows):
+    """How far codes are from what they stand for, 'keys, values', in percent of the variance; mean over rows."""
+    means = 100 * rows[["key_error", "value_error"]].astype(float).mean()
+    return "–" if means.isna().all() else ", ".join(f"{x:.2g}" for x in means)
+
+
 def by_cache(table):
     """(name, rows) of each cache, in the table's order."""
     for _, rows in table.groupby("cache", sort=False):
@@ -153,28 +159,29 @@ def quant_summary(table):
     """Rows of text: the header, then one row a cache: bits a number and, for each n_kv, the mean change of the loss."""
     kinds = sorted(table.n_kv.unique(), reverse=True)
     seeds = table.seed.nunique()
-    lines = [["cache", "bits a number", *(f"n_kv {n_kv}: change of the loss" for n_kv in kinds)]]
+    lines = [
+        ["cache", "bits a number", "error of coded keys, values, %", *(f"n_kv {n_kv}: change of the loss" for n_kv in kinds)]
+    ]
     for name, rows in by_cache(table):
         cells = []
         for n_kv in kinds:
             changes = rows[rows.n_kv == n_kv].difference
             short = f" (n = {len(changes)})" if len(changes) < seeds else ""
             cells.append(f"{with_interval(changes, digits=5, sign=True)}{short}, {cost(changes)}" if len(changes) else "–")
-        lines.append([name, spread(rows.bits_per_value, 2), *cells])
+        lines.append([name, spread(rows.bits_per_value, 2), error(rows), *cells])
     return lines
 
 
 def pretrained_summary(table):
     """Rows of text for one model without seeds: perplexity uncached first, then through each cache."""
-    lines = [["cache", "bits a number", "perplexity", "change", "KL, nats a token"]]
+    lines = [["cache", "bits a number", "error of coded keys, values, %", "perplexity", "change", "KL, nats a token"]]
     for perplexity in sorted(table.perplexity.round(6).unique()):
-        lines.append(["none: uncached", "–", f"{perplexity:.3f}", "–", "–"])
+        lines.append(["none: uncached", "–", "–", f"{perplexity:.3f}", "–", "–"])
     for name, rows in by_cache(table):
-        for row in rows.itertuples():
-            change = row.perplexity_cached - row.perplexity
-            lines.append(
-                [name, f"{row.bits_per_value:.2f}", f"{row.perplexity_cached:.3f}", f"{change:+.3f}", f"{row.val_kl:.5f}"]
-            )
+        for _, row in rows.iterrows():
+            change = f"{row.perplexity_cached - row.perplexity:+.3f}"
+            numbers = [f"{row.bits_per_value:.2f}", error(row.to_frame().T), f"{row.perplexity_cached:.3f}"]
+            lines.append([name, *numbers, change, f"{row.val_kl:.5f}"])
     return lines
 
 
@@ -231,12 +238,8 @@ def load(sweep, root=None):
         if any(True for job, key in (("eval", "val_loss_cached"), ("retrieval", "accuracy")) for _ in measured(runs, job, key)):
             found[name] = runs
         else:
-            make = (
-                f"`make quant PRESET={name}` makes them"
-                if name not in COMPANIONS
-                else f"after `{COMPANIONS[name]}`, `make quant`"
-            )
-            missing.append(f"runs/{name}: nothing measured through a quantised cache; {make}")
+            make = COMPANIONS.get(name, f"make quant PRESET={name}")
+            missing.append(f"runs/{name}: nothing measured through a quantised cache; `{make}` makes them")
     return found, missing
 
 

@@ -152,6 +152,9 @@ class KIVICache(QuantisedCache):
                 window[layer][:, :, : now - new_start] = window[layer][:, :, new_start - start : now - start].clone()
         return new_start
 
+    def coded(self, total):
+        return 0, self.reading[0]
+
     def blocks(self, total):
         packed = self.reading[0]
         return super().blocks(packed) + [(packed, total)]

@@ -237,6 +237,9 @@ class KVQuantCache(QuantisedCache):
                 larger[:held] = store[layer][:held]
                 store[layer] = larger
 
+    def coded(self, total):
+        return min(self.config.sink, total), total
+
     def blocks(self, total):
         sink = min(self.config.sink, total)
         coded = [(first + sink, last + sink) for first, last in super().blocks(total - sink)]

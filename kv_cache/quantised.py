@@ -109,6 +109,10 @@ class QuantisedCache:
         """The borders (first, last) of the blocks in which `total` held tokens are read."""
         return [(first, min(first + self.BLOCK, total)) for first in range(0, total, self.BLOCK)]
 
+    def coded(self, total):
+        """The borders of the tokens among `total` that are held as codes, all others being in full precision."""
+        return 0, total
+
     def read(self, layer, q, past):
         """Attention of q [B, n_head, t, hd], at positions past.., over the store: an online softmax (arXiv 1805.02867)."""
         B, n_head, t, hd = q.shape

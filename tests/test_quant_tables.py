@@ -37,6 +37,7 @@ def write_quantised(folder, parent, n_kv, seed, config, change, bits, uncached, 
     label = f"{config.label()}-float16"
     summary = {
         "val_loss": uncached, "val_loss_cached": uncached + change, "val_kl": abs(change) / 2 + 1e-6, "bits_per_value": bits,
+        "key_error": 0.1, "value_error": 0.05,
         "corpus": "play", "cache": label, "tokens": 300, "prompt": 64, "dtype": "float32", "kernel": "paper", "threads": 2,
         "commit": "abc1234", "machine": "abacus", **more,
     }  # fmt: skip
@@ -157,8 +158,15 @@ def test_the_caches_have_names_and_an_order(both):
 def test_intervals_are_those_of_the_changes(both):
     cpu = both[0][both[0].sweep == "cpu"]
     header, *lines = quant_tables.quant_summary(cpu)
-    assert header == ["cache", "bits a number", "n_kv 8: change of the loss", "n_kv 1: change of the loss"]
-    by_name = {line[0]: line[1:] for line in lines}
+    assert header == [
+        "cache",
+        "bits a number",
+        "error of coded keys, values, %",
+        "n_kv 8: change of the loss",
+        "n_kv 1: change of the loss",
+    ]
+    by_name = {line[0]: [line[1], *line[3:]] for line in lines}
+    assert {line[2] for line in lines} == {"10, 5"}
     t = stats.t.ppf(0.975, 2)
     half = t * 0.01 / math.sqrt(3)  # 0.01, 0.02, 0.03; the seeds themselves lie 0.1 apart
     assert by_name["KIVI, 2 bits"] == ["4.60", f"+0.02000 ± {half:.5f}, undecided", f"+0.04000 ± {2 * half:.5f}, undecided"]
@@ -192,17 +200,17 @@ def test_the_words_follow_the_rule(changes, said):
 def test_a_seed_that_is_missing_is_said(both):
     cpu = both[0][both[0].sweep == "cpu"]
     lines = quant_tables.quant_summary(cpu[~((cpu.cache == "kivi4-g32-r32-float16") & (cpu.seed == 3) & (cpu.n_kv == 8))])
-    cells = {line[0]: line[2] for line in lines}
+    cells = {line[0]: line[3] for line in lines}
     assert "(n = 2)" in cells["KIVI, 4 bits"] and "n =" not in cells["KIVI, 2 bits"]
 
 
 def test_the_pretrained_model_and_what_is_found(both):
     quant, retrieval = both
     _, uncached, *lines = quant_tables.pretrained_summary(quant[quant.sweep == "pretrained"])
-    assert uncached == ["none: uncached", "–", f"{math.exp(3):.3f}", "–", "–"]
+    assert uncached == ["none: uncached", "–", "–", f"{math.exp(3):.3f}", "–", "–"]
     by_name = {line[0]: line for line in lines}
     change = math.exp(3.03) - math.exp(3)
-    assert by_name["KIVI, 2 bits"][1:] == ["4.60", f"{math.exp(3.03):.3f}", f"{change:+.3f}", "0.01500"]
+    assert by_name["KIVI, 2 bits"][1:] == ["4.60", "10, 5", f"{math.exp(3.03):.3f}", f"{change:+.3f}", "0.01500"]
     _, dense, four, two = quant_tables.recall_summary(retrieval[retrieval.task == "recall"])
     assert dense[0] == "dense, float16" and dense[1] == "66.7 ± 0.0" and four[1:] == dense[1:]
     means = [100 * (0.5 + 0.1 * seed + 0.25 + 0.1 * seed + 0.25) / 3 for seed in SEEDS]
@@ -239,8 +247,8 @@ def test_the_script_fills_results_and_readme(copy):
     text = (copy / "README.md").read_text()
     assert "old" not in text and text.count("prose") == 3
     parts = {b: text.partition(f"<!-- {b} -->")[2].partition(f"<!-- /{b} -->")[0] for b in blocks}
-    assert "| KIVI, 4 bits | 6.38 | +0.00010 ± 0.00000, nothing measurable |" in parts["quant"]
-    assert "128 windows of 256 tokens" in parts["quant"] and "| none: uncached | – | 20.086 |" in parts["quant-smollm2"]
+    assert "| KIVI, 4 bits | 6.38 | 10, 5 | +0.00010 ± 0.00000, nothing measurable |" in parts["quant"]
+    assert "128 windows of 256 tokens" in parts["quant"] and "| none: uncached | – | – | 20.086 |" in parts["quant-smollm2"]
     assert "| dense, float16 | 66.7 ± 0.0 |" in parts["retrieval"] and "| 6 of 6 | 6 of 6 |" in parts["retrieval"]
     read = pd.read_csv(copy / "results" / "quant.csv")
     assert len(read) == len(CACHES) * 7 and set(read.columns) == set(quant_tables.QUANT_COLUMNS)
@@ -254,7 +262,7 @@ def test_what_is_missing_is_said_and_skipped(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr()
     assert said.err == "" and len(said.out.splitlines()) == 3 and not (tmp_path / "results").exists()
     assert "runs/cpu: nothing measured through a quantised cache; `make quant PRESET=cpu` makes them" in said.out
-    assert "make pretrained" in said.out
+    assert "`make recall`" in said.out and "`make quant-pretrained`" in said.out
     write_quantised(tmp_path / "runs" / "cpu", "kv8-s1", 8, 1, KIVIConfig(), 0.1, 4.6, 1.5)
     (tmp_path / "README.md").write_text("nothing to fill")
     quant_tables.main()
