@@ -66,6 +66,15 @@ def turned(model, x):
     return rotate(x.transpose(1, 2), model.cos[: x.size(1)], model.sin[: x.size(1)]).transpose(1, 2)
 
 
+def is_done(file, weights, keys):
+    """Whether the calibration in `file` is of these weights and holds all these fits."""
+    try:
+        found = torch.load(file, weights_only=True)
+        return found["weights"] == weights and found["fits"].keys() >= set(keys)
+    except Exception:  # missing, damaged or of another kind: it is made anew
+        return False
+
+
 def calibrate(path, cfg, device):
     """Write the calibration of one checkpoint and print what it says."""
     file = calibration_path(path)
@@ -73,16 +82,16 @@ def calibrate(path, cfg, device):
     model = load_model(checkpoint, device).eval()
     c, weights = model.config, digest(model)
     name = f"{checkpoint['config']['sweep']}/{checkpoint['config']['name']}"
-    if file.exists() and not cfg.again:
+    shares = sorted({0.0, *map(float, cfg.outliers)})
+    if not cfg.again and is_done(file, weights, [fit_key(bits, share, True) for bits in BITS for share in shares]):
         print(f"{name}: {file} is there (again=true makes it anew)")
         return
-    context = min(c.block_size, WINDOW)
-    data = load_data(checkpoint["data"]["dataset"], cfg.source, context)
+    data = load_data(checkpoint["data"]["dataset"], cfg.source, c.block_size)
     if checkpoint["data"]["sha256"] not in (None, data.meta["sha256"]):  # None: trained on none of our texts
         raise InputError(
             f"{path} was trained on {checkpoint['data']['corpus']}, not on {data.meta['corpus']}: give source= its text"
         )
-    T = min(context, cfg.tokens)
+    T = min(c.block_size, WINDOW, cfg.tokens)
     n = max(1, cfg.tokens // T)
     start = time.perf_counter()
     keys, values, key_grads, value_grads = collect(model, [(x.to(device), y.to(device)) for x, y in data.samples(n, T)])
@@ -102,7 +111,7 @@ def calibrate(path, cfg, device):
             reach = k.abs().amax(dim=0)
             ratio.append(f"{reach.max() / reach.median():.1f}")
             reaches[pre_rope].append(reach)
-            for outliers in sorted({0.0, *cfg.outliers}):
+            for outliers in shares:
                 for bits, fitted in zip(BITS, fit(k, v, dk.square(), dv.square(), BITS, outliers), strict=True):
                     fits.setdefault(fit_key(bits, outliers, pre_rope), []).append(fitted)
         key_amax.append(turned(model, keys[layer]).abs().amax(dim=(0, 1, 3)))  # [n_kv]
@@ -139,8 +148,8 @@ class Settings:
     threads: int | None
 
     def __post_init__(self):
-        if self.tokens < 2:
-            raise ValueError(f"tokens={self.tokens} is not allowed: a whole number of at least 2")
+        if self.tokens < 16:
+            raise ValueError(f"tokens={self.tokens} is not allowed: a whole number of at least 16")
         if any(type(x) not in (int, float) or not 0 <= x < 0.5 for x in self.outliers):
             raise ValueError(
                 f"outliers={self.outliers} is not allowed: a list of shares from 0 up to 0.5, e.g. outliers=[0.01]"

@@ -42,6 +42,8 @@ def make_cache(model, tokens, batch=1, dtype=None, config=DenseConfig(), calibra
     shape = (c.n_layer, c.n_kv, c.head_dim, min(tokens, c.block_size), batch, dtype or weight.dtype, weight.device)
     if isinstance(config, DenseConfig):
         return DenseCache(*shape)
+    if config.calibrated and calibration is None:
+        raise ValueError(f"{config.label()} needs a calibration: storage.load_calibration, made by calibrate.py")
     if isinstance(config, FP8Config):
         scales = fit_scales(calibration["key_amax"], calibration["value_amax"], config) if config.calibrated else None
         return FP8Cache(*shape, config=config, scales=scales)

@@ -31,6 +31,8 @@ import kernels
 from cli import InputError, script
 from data.tokenizer import tokenizer_from
 from decoding import cache_config, generate, make_cache
+from kv_cache.kvquant import KVQuantConfig
+from kv_cache.quantised import QuantisedCache
 from model import GPT, rng, rotate
 from storage import checkpoints_of, load_calibration, load_checkpoint, load_model, open_run
 from tracking import Run, WandbConfig, commit, provenance
@@ -118,7 +120,7 @@ def evaluate_cached(model, tokens, T, new_cache):
             bits += 8 * cache_bytes(cache)[1]
             numbers += 2 * c.n_layer * c.n_kv * c.head_dim * x.numel()
     errors = {}
-    if hasattr(cache, "coded"):
+    if isinstance(cache, QuantisedCache):
         some = batches[0][0][:8].to(device)
         errors = dict(zip(("key_error", "value_error"), stored_error(model, some, new_cache(model, T, len(some))), strict=True))
     return {
@@ -207,12 +209,25 @@ def evaluate_checkpoint(path, cfg, device):
     label, exact = cfg.cache.label(), cfg.cache_dtype or cfg.dtype
     if exact != cfg.dtype:
         label += f"-{exact}"
-    name = cfg.name or f"eval-{was['name']}" + ("" if label == "dense" else f"-{label}")
+    if isinstance(cfg.cache, KVQuantConfig) and cfg.batches:
+        raise InputError(
+            "cache=kvquant has outliers where its numbers lie outside calibrated ranges, and timing takes random numbers: "
+            "batches=[] measures the loss alone, bench/caches.py the speed"
+        )
+    # What is measured on less than the whole split, or not timed, stands beside what is: under a name of its own
+    name = f"eval-{was['name']}" + ("" if label == "dense" else f"-{label}")
+    name += f"-{cfg.windows or 'all'}x{window}" if cfg.windows or cfg.window else ""
+    name = cfg.name or name + ("" if cfg.batches else "-loss")
 
     def new_cache(model, tokens, batch):
         return make_cache(model, tokens, batch, getattr(torch, exact), cfg.cache, calibration)
 
     new_cache(model, 1, 1)  # refused before a folder is made
+    if cfg.windows is not None and cfg.windows * window >= len(data.val):
+        most = (len(data.val) - 1) // window
+        raise InputError(
+            f"windows={cfg.windows} of {window} tokens are more than the {len(data.val):,} there are: {most} or null"
+        )
     config = {
         "script": "eval", "sweep": was["sweep"], "name": name, "seed": checkpoint["seed"],
         "model": checkpoint["model_config"], "tokens": cfg.tokens, "prompt": cfg.prompt_tokens, "batches": cfg.batches,

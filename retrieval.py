@@ -87,13 +87,17 @@ def measure(path, cfg, device):
     what = {"examples": cfg.examples} if kind == "recall" else {"lengths": cfg.lengths, "depths": cfg.depths, "keys": cfg.keys}
     config = {
         "script": "retrieval", "sweep": was["sweep"], "name": name, "seed": checkpoint["seed"],
-        "model": checkpoint["model_config"], **what, "cache": {"kind": label, **asdict(cfg.cache)},
+        "model": checkpoint["model_config"], **what, "cache": {"kind": label, "dtype": cfg.cache_dtype or str(model.wte.weight.dtype).removeprefix("torch."), **asdict(cfg.cache)},
         "parent": {"name": was["name"], "script": was["script"], "iteration": checkpoint["iteration"]},
     }  # fmt: skip
 
     def new_cache(tokens, batch):
         return make_cache(model, tokens, batch, cfg.cache_dtype and getattr(torch, cfg.cache_dtype), cfg.cache, calibration)
 
+    new_cache(16, 1)  # what is wrong is said before a folder is made
+    if kind == "smollm":
+        tokenizer = tokenizer_from(checkpoint["tokenizer"])
+        passkey_prompt(tokenizer, min(cfg.lengths), cfg.depths[0], 0)
     folder, state = open_run(config)
     print(f"\n{was['sweep']}/{was['name']}: n_kv={c.n_kv}, {c.n_layer} layers, cache {label}")
     if state == "finished" and not cfg.again:
@@ -108,7 +112,6 @@ def measure(path, cfg, device):
             for distance, share in accuracy.items():
                 run.log({"accuracy": share}, step=distance)
         else:
-            tokenizer = tokenizer_from(checkpoint["tokenizer"])
             accuracy = passkey_accuracy(model, tokenizer, new_cache, cfg.lengths, cfg.depths, cfg.keys)
             for length in cfg.lengths:
                 run.log({f"accuracy/depth{depth:g}": accuracy[length, depth] for depth in cfg.depths}, step=length)

@@ -43,7 +43,10 @@ def find_checkpoint(ckpt):
     for path in (Path(ckpt), CHECKPOINTS / ckpt):
         if path.is_file():
             return path
-    have = ", ".join(sorted(p.name for p in CHECKPOINTS.glob("*.pt") if p.is_file())) or "nothing yet, `make sweep` fills it"
+    have = (
+        ", ".join(sorted(p.name for p in CHECKPOINTS.glob("*.pt") if p.is_file() and ".calibration" not in p.suffixes))
+        or "nothing yet, `make sweep` fills it"
+    )
     raise InputError(f"ckpt={ckpt}: no such file, here or in {CHECKPOINTS}/ ({have})")
 
 
@@ -118,7 +121,7 @@ def load_calibration(path, model, config):
         calibration = torch.load(file, map_location=model.wte.weight.device, weights_only=True)
         weights = calibration["weights"]
     except Exception as error:
-        raise InputError(f"{file} cannot be read as a calibration ({str(error).splitlines()[0]}); {make} again=true") from None
+        raise InputError(f"{file} cannot be read as a calibration ({type(error).__name__}); {make} again=true") from None
     if weights != digest(model):
         raise InputError(f"{file} was made from other weights than {path} has; {make} again=true")
     return calibration

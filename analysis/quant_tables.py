@@ -15,6 +15,7 @@ and lies above zero. Otherwise these seeds cannot tell: "undecided". One seed ha
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -54,8 +55,8 @@ def measured(runs, job, key):
     """The finished runs of one script with a result `key`, those that go by their own name (name=… keeps others apart)."""
     for run in runs.to_dict("records"):
         if run["job_type"] == job and run["state"] == "finished" and key in run and isinstance(run.get("cache"), str):
-            own = f"{job}-{run.get('parent.name')}-{run['cache']}"
-            if run["name"] == own and run.get("parent.script") != "uptrain" and not pd.isna([run[key]]).all():
+            own = rf"{job}-{run.get('parent.name')}-{re.escape(run['cache'])}(-(\d+|all)x\d+)?(-loss)?"
+            if re.fullmatch(own, run["name"]) and run.get("parent.script") != "uptrain" and not pd.isna([run[key]]).all():
                 yield run
 
 
@@ -69,6 +70,10 @@ def quant_table(runs):
         row["perplexity"], row["perplexity_cached"] = math.exp(run["val_loss"]), math.exp(run["val_loss_cached"])
         rows.append(row)
     table = in_order(pd.DataFrame(rows, columns=QUANT_COLUMNS))
+    # losses of different texts are not compared: what most runs have read counts
+    if len(table):
+        read = list(zip(table.window, table.windows.fillna(0), strict=True))
+        table = table[[r == max(set(read), key=lambda x: (read.count(x), x)) for r in read]].reset_index(drop=True)
     if table.corpus.nunique() > 1:
         raise ValueError(f"runs on different corpora ({', '.join(sorted(table.corpus.unique()))}) never share a table")
     return table
@@ -124,6 +129,7 @@ def name_of(row):
             (not row.pre_rope, "keys turned"),
         ]
     method = {"kivi": "KIVI", "kvquant": "KVQuant"}[row.method]
+    said.append((row.exact_dtype != "float16", f"{row.exact_dtype} where exact"))
     return ", ".join([method, f"{row.bits} bits", *(text for differs, text in said if differs)])
 
 

@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from analysis.runs import arguments
 from decoding import feeder, make_cache
+from eval import read_bandwidth
 from kv_cache.dense import DenseConfig
 from kv_cache.fp8 import FP8Config
 from kv_cache.kivi import KIVIConfig
@@ -75,7 +76,7 @@ def measure(n_kv, batch, context):
         turns = [[statistics.median(s[i : i + STEPS]) for i in range(0, len(s), STEPS)] for s in (seconds[0], mine)]
         rows.append({
             "n_kv": n_kv, "batch": batch, "context": cache.length, "cache": f"{config.label()}-{str(dtype).removeprefix('torch.')}",
-            "step_ms": 1e3 * statistics.median(mine), "tokens_per_s": batch / statistics.median(mine),
+            "step_ms": 1e3 * statistics.median(mine), "quartiles_ms": "-".join(f"{1e3 * x:.2f}" for x in statistics.quantiles(mine, n=4)[::2]), "tokens_per_s": batch / statistics.median(mine),
             "to_dense": statistics.median(a / b for a, b in zip(*turns, strict=True)), "weight_bytes": weights,
             "kv_bytes": sum(cache.nbytes().values()),
         })  # fmt: skip
@@ -84,19 +85,45 @@ def measure(n_kv, batch, context):
 
 def main():
     given = arguments(("n_kv", "batches", "context"))
-    numbers = {key: [int(x) for x in given.get(key, default).split(",")] for key, default in
-               (("n_kv", "8,2,1"), ("batches", "1,32"), ("context", "2000"))}  # fmt: skip
+    numbers = {}
+    for key, default, allowed in (
+        ("n_kv", "8,2,1", (1, 2, 4, 8)),
+        ("batches", "1,32", range(1, 1025)),
+        ("context", "2000", range(1, 10**6)),
+    ):
+        words = given.get(key, default).split(",")
+        if not all(w.isdigit() and int(w) in allowed for w in words) or (key == "context" and len(words) > 1):
+            what = (
+                "1, 2, 4 or 8, commas between"
+                if key == "n_kv"
+                else "positive, commas between"
+                if key == "batches"
+                else "one positive number"
+            )
+            print(f"error: {key}={given[key]} is not allowed: {what}", file=sys.stderr)
+            sys.exit(2)
+        numbers[key] = [int(w) for w in words]
     made_by, rows = provenance(), []
-    print(f"{torch.get_num_threads()} threads, float32 weights; x = times the tokens/s of the dense float32 cache", flush=True)
+    bandwidth, capability = read_bandwidth(torch.device("cpu")), torch.backends.cpu.get_cpu_capability()
+    print(
+        f"{torch.get_num_threads()} threads, {capability}, read bandwidth {bandwidth / 1e9:.1f} GB/s, float32 weights; in brackets the "
+        "quartiles of a step; x = times the tokens/s of the dense float32 cache, median over turns", flush=True,
+    )  # fmt: skip
     for n_kv in numbers["n_kv"]:
         for batch in numbers["batches"]:
             print(f"\nn_kv {n_kv}, batch {batch}, {numbers['context'][0]:,} tokens", flush=True)
             for row in measure(n_kv, batch, numbers["context"][0]):
                 rows.append(
-                    {**row, "threads": torch.get_num_threads(), "commit": commit(made_by), "machine": made_by["machine"]}
+                    {
+                        **row,
+                        "threads": torch.get_num_threads(),
+                        "read_bandwidth": bandwidth,
+                        "commit": commit(made_by),
+                        "machine": made_by["machine"],
+                    }
                 )
                 print(
-                    f"  {row['cache']:<28} {row['step_ms']:>8.2f} ms  {row['tokens_per_s']:>8,.0f} tokens/s  {row['to_dense']:>5.2f}x"
+                    f"  {row['cache']:<28} {row['step_ms']:>8.2f} ms [{row['quartiles_ms']}]  {row['tokens_per_s']:>8,.0f} tokens/s  {row['to_dense']:>5.2f}x"
                     f"   reads {row['weight_bytes'] / 1e6:.1f} + {row['kv_bytes'] / 1e6:>6.1f} MB", flush=True,
                 )  # fmt: skip
     if not given:

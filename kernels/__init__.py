@@ -171,6 +171,7 @@ class KVQuant(ctypes.Structure):
     ]  # fmt: skip
 
 
+STORES = (FP8, KIVI, KVQuant)
 PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]  # quantised.cpp's Precision
 
 
@@ -235,6 +236,9 @@ class Step:
             raise ValueError(f"{cache.length} + {t} tokens do not fit: {room}")
         if cache.batch != B:
             raise ValueError(f"{B} sequences do not fit a cache of {cache.batch}")
+        shape, wanted = (cache.n_layer, cache.n_kv, cache.head_dim), (self.struct.n_layer, self.struct.n_kv, self.struct.hd)
+        if shape != wanted:
+            raise ValueError(f"a cache of (n_layer, n_kv, head_dim) = {shape} does not fit a model of {wanted}")
         idx = idx.contiguous()
         logits = torch.empty(B, t, self.V)
         stores = [cache.store(layer) for layer in range(cache.n_layer)]

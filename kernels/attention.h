@@ -134,9 +134,9 @@ struct Shape { int B, n_kv, group, t, hd, past; };
 // with q [B, n_head, t, hd]: y [B, t, n_head, hd], contiguous. q, k, v come by their strides, the last one 1.
 typedef void (*Attend)(void *store, const Shape &s, int threads, const float *q, const long *qs, const float *k, const long *ks,
                        const float *v, const long *vs, float *y, float *partial);
-template <class Precision> static void append(const Shape &s, const float *x, const long *xs, int b, int h, int begin, int end, Precision *to) {
+template <class Precision> static void append(const Shape &s, const float *x, const long *xs, int b, int h, int begin, int end, Precision *to, float limit) {
     for (int j = s.past > begin ? s.past : begin; j < end; j++)  // to: where token 0 of this head would be
-        for (int d = 0; d < s.hd; d++) from_float(x[b * xs[0] + h * xs[1] + (j - s.past) * xs[2] + d], to + (long)j * s.hd + d);
+        for (int d = 0; d < s.hd; d++) from_float(within(x[b * xs[0] + h * xs[1] + (j - s.past) * xs[2] + d], limit), to + (long)j * s.hd + d);
 }
 Attend attend_fp8(const void *store), attend_kivi(const void *store), attend_kvquant(const void *store);  // quantised.cpp
 

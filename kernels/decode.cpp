@@ -16,8 +16,8 @@ static void attend_dense(void *store, const Shape &s, int threads, const float *
     auto held = [&](int b, int h, int begin, int end) {
         const long first = ((long)b * s.n_kv + h) * to.capacity * s.hd;
         T *keys = (T *)to.keys + first, *values = (T *)to.values + first;
-        append(s, k, ks, b, h, begin, end, keys);
-        append(s, v, vs, b, h, begin, end, values);
+        append(s, k, ks, b, h, begin, end, keys, INFINITY);
+        append(s, v, vs, b, h, begin, end, values, INFINITY);
         return Dense<T>{keys, values, s.hd};
     };
     attend_over(s, threads, q, qs, held, y, partial);

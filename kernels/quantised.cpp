@@ -2,6 +2,8 @@
 // used at once by all query rows of its KV head. Scales that a whole tile shares are not multiplied into the tile but into
 // the few queries (of keys) or weights (of values) that meet it.
 
+#include <cfloat>
+
 #include "attention.h"
 
 // kernels/__init__.py fills these in; [0] is of keys, [1] of values
@@ -34,9 +36,9 @@ static float number(const void *from, long i, int precision) {
     return precision == BFLOAT16 ? to_float(((const bf16 *)from)[i]) : to_float(((const f16 *)from)[i]);
 }
 static void set_number(void *to, long i, int precision, float x) {
-    if (precision == FLOAT32) from_float(x, (float *)to + i);
-    else if (precision == FLOAT16) from_float(x, (f16 *)to + i);
-    else from_float(x > BF16_MAX ? BF16_MAX : x < -BF16_MAX ? -BF16_MAX : x, (bf16 *)to + i);
+    if (precision == FLOAT32) from_float(within(x, FLT_MAX), (float *)to + i);
+    else if (precision == FLOAT16) from_float(x, (f16 *)to + i);  // clamps
+    else from_float(within(x, BF16_MAX), (bf16 *)to + i);
 }
 static void unpack_full(const Full &f, int which, long first, int n, int head_dim, float *to, int n8, int hd) {
     const void *from = f.held[which];
@@ -100,7 +102,8 @@ template <bool E5M2> INLINE v8 from_fp8(const uint8_t *from, int have = 8) {  //
     u16x8 x = __builtin_convertvector(eight_bytes(from, have), u16x8);
 #endif
     if (E5M2) return from_half(x << 8);
-    return from_half((x & 0x80) << 8 | (x & 0x7f) << 7) * 256.0f;  // the exponent starts 8 lower
+    const u16x8 nan = (u16x8)((x & 0x7f) == 0x7f) & 0x7e00;  // the format's only one
+    return from_half((x & 0x80) << 8 | (x & 0x7f) << 7 | nan) * 256.0f;  // the exponent starts 8 lower
 }
 
 template <bool E5M2> struct FP8Head {
@@ -339,9 +342,9 @@ static void attend_bits(void *store, const Shape &s, int threads, const float *q
             const float *x = which ? v : k;
             const long *xs = which ? vs : ks;
             void *window = (void *)to.window.held[which];
-            if (to.window.precision == FLOAT32) append(s, x, xs, b, h, begin, end, (float *)window + first);
-            else if (to.window.precision == BFLOAT16) append(s, x, xs, b, h, begin, end, (bf16 *)window + first);
-            else append(s, x, xs, b, h, begin, end, (f16 *)window + first);
+            if (to.window.precision == FLOAT32) append(s, x, xs, b, h, begin, end, (float *)window + first, FLT_MAX);
+            else if (to.window.precision == BFLOAT16) append(s, x, xs, b, h, begin, end, (bf16 *)window + first, BF16_MAX);
+            else append(s, x, xs, b, h, begin, end, (f16 *)window + first, FLT_MAX);
         }
         return KIVIHead<BITS>{to, item, s.hd};
     };
@@ -454,4 +457,9 @@ static void attend_tables(void *store, const Shape &s, int threads, const float 
 Attend attend_kvquant(const void *store) {
     const int bits = ((const KVQuant *)store)->bits;
     return bits == 2 ? attend_tables<2> : bits == 3 ? attend_tables<3> : attend_tables<4>;
+}
+
+// so that kernels/__init__.py can check that its structures are these
+extern "C" long size_of(int kind) {
+    return kind == 2 ? sizeof(FP8) : kind == 3 ? sizeof(KIVI) : sizeof(KVQuant);
 }

@@ -45,6 +45,7 @@ INLINE v8 hold(v8 x) {  // in a register, or GCC reads it from memory again at e
     return x;
 }
 
+INLINE float within(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }  // NaN stays NaN
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(bf16 x) {
     uint32_t bits = (uint32_t)x.bits << 16;

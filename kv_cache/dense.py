@@ -39,7 +39,7 @@ class DenseCache:
         shape = (batch, n_kv, capacity, head_dim)
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(n_layer)]
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(n_layer)]
-        self.n_layer, self.capacity, self.batch = n_layer, capacity, batch
+        self.n_layer, self.n_kv, self.head_dim, self.capacity, self.batch = n_layer, n_kv, head_dim, capacity, batch
         self.length = 0  # tokens held; advances when the last layer has appended
         self.position = None  # set by decoding.GraphStep: where the new token goes, as a tensor [1]; and in `window` up to
         self.window = None  # which token to look, since in a captured graph no shape may depend on the length

@@ -185,7 +185,7 @@ class KIVICache(QuantisedCache):
                 (x[0][layer], x[1][layer]) for x in (self.codes, self.scales, self.zeros, self.window)
             )
             at = (kernels.pointers(*x) for x in (codes, scales, zeros))
-            self.stores[layer] = kernels.KIVI(*at, codes[0].size(2), c.bits, c.group, 0, 0, kernels.Full(*window))
+            self.stores[layer] = kernels.KIVI(*at, codes[0].size(2), c.bits, min(c.group, 2**30), 0, 0, kernels.Full(*window))
         store = self.stores[layer]
         store.packed, store.start = self.reading
         return store
@@ -211,7 +211,7 @@ class KIVICache(QuantisedCache):
         if 0 <= length <= self.length and self.packed(length) < min(self.start, length):
             raise ValueError(
                 f"cannot truncate from {self.length} to {length} tokens: token {self.packed(length)} is packed for good; "
-                f"cache.rollback={self.length - length} would keep it (now {self.config.rollback})"
+                f"a larger cache.rollback keeps more (now {self.config.rollback})"
             )
         super().truncate(length)
         self.settle(length, min(self.start, length))

@@ -123,8 +123,9 @@ def split_values(x, ends):
     x [..., n] -> the middle and half width [...] in float16 of what is no outlier, and the indices [..., 2 * ends] of what
     is: the `ends` largest and `ends` smallest. Rounded so that the range covers all inliers.
     """
-    high, low = x.topk(ends + 1), x.topk(ends + 1, largest=False)
-    top, bottom = high.values[..., -1], low.values[..., -1]
+    # of equal numbers the first counts, as in kernels/quantised.cpp: topk picks any
+    high, low = x.sort(dim=-1, descending=True, stable=True), x.sort(dim=-1, stable=True)
+    top, bottom = high.values[..., ends], low.values[..., ends]
     middle = round_down((top + bottom) / 2)
     width = round_up(torch.maximum(top - middle.float(), middle.float() - bottom))
     return middle, width, torch.cat((high.indices[..., :ends], low.indices[..., :ends]), dim=-1)
@@ -164,6 +165,7 @@ class KVQuantCache(QuantisedCache):
     keys come unturned (model.rotate and its tables [block_size, hd]), or None.
     """
 
+    MOST = kernels.KVQuant.most
     BLOCK = 32  # while codes become numbers they take several times the numbers' size: together no more than others' blocks
 
     def __init__(self, *shape, fits, config=KVQuantConfig(), rotary=None, **kwargs):  # noqa: B008, frozen
@@ -286,14 +288,14 @@ class KVQuantCache(QuantisedCache):
 
     def at_once(self):
         """How many tokens a step may append."""
-        return kernels.KVQuant.most
+        return self.MOST
 
     def store(self, layer, write=True):
         """The layer's tensors for the kernels, with room for the outliers of the new tokens if the kernels are to `write`."""
         c = self.config
         if c.outliers and write:
             held = self.rows[layer][max(0, self.length - c.sink) * self.batch].item()
-            self.make_room(layer, held, held + kernels.KVQuant.most * self.batch * self.n_kv * self.head_dim)
+            self.make_room(layer, held, held + self.MOST * self.batch * self.n_kv * self.head_dim)
         if layer not in self.stores:
             fits = {name: x[layer] for name, x in self.fits.items()}
             tensors = [
@@ -303,7 +305,7 @@ class KVQuantCache(QuantisedCache):
             ]  # fmt: skip
             at = [None if x is None else x.data_ptr() for x in tensors]
             codes = kernels.pointers(self.codes[0][layer], self.codes[1][layer])
-            sizes = (self.codes[0][layer].size(2), c.bits, self.batch, self.n_kv, 2 * self.ends, c.sink, 0)
+            sizes = (self.codes[0][layer].size(2), c.bits, self.batch, self.n_kv, 2 * self.ends, min(c.sink, self.capacity), 0)
             sink = kernels.Full(*(s[layer] for s in self.sink))
             self.stores[layer] = kernels.KVQuant(codes, *at[:2], (ctypes.c_void_p * 2)(*at[2:4]), *at[4:], *sizes, sink)
         store = self.stores[layer]

@@ -57,6 +57,7 @@ class QuantisedCache:
     """
 
     BLOCK = 128  # tokens dequantised at a time
+    MOST = 2**31  # new tokens that the kernels write at once
     rotates = False  # whether keys come before rotary positions, and are turned when read
     position = None  # no captured graphs: decoding.GraphStep is for the dense cache
 
@@ -94,10 +95,11 @@ class QuantisedCache:
 
     def append(self, layer, q, k, v, past):
         """Append new tokens and attend, each of them to its own code too."""
-        store = self.store(layer) if kernels.attends(q) else None
-        if store is None or q.size(2) > store.most:
+        by_kernel = q.size(2) <= self.MOST
+        store = self.store(layer, write=by_kernel) if kernels.attends(q) else None
+        if store is None or not by_kernel:
             self.write(layer, k, v, past)
-            store = store and self.store(layer, write=False)
+            store = store and self.store(layer, write=False)  # its outliers may have moved to a larger room
         if store is None:
             return self.read(layer, q, past)
         n = max(1, 256 // (q.size(1) // self.n_kv))  # tokens a call: their queries and scores stay in cache

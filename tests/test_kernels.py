@@ -1,5 +1,6 @@
 """The C++ kernels against float64 references, for any shape and number of threads; and what happens without a compiler."""
 
+import ctypes
 import subprocess
 from dataclasses import replace
 
@@ -185,6 +186,25 @@ def test_greedy_text_is_the_same_with_and_without_the_kernels(n_kv, dialect, thr
     assert len(set(with_kernels[0].tolist())) > 3  # a text, not one token over and over
     monkeypatch.setattr(kernels, "library", lambda: None)
     assert torch.equal(with_kernels, text())
+
+
+@compiled
+def test_the_stores_are_laid_out_alike_on_both_sides():
+    for store in kernels.STORES:
+        assert kernels.library().size_of(store.kind) == ctypes.sizeof(store)
+
+
+@compiled
+def test_a_step_refuses_a_cache_of_another_model(threads):
+    model = small_model(2)
+    for cache in (
+        DenseCache(1, 2, 8, 9),
+        DenseCache(2, 1, 8, 9),
+        DenseCache(2, 2, 16, 9),
+        cache_of(KIVIConfig(), 1, 9, n_layer=2, hd=8),
+    ):
+        with torch.no_grad(), pytest.raises(ValueError, match="does not fit a model of .2, 2, 8."):
+            kernels.Step(model)(tokens(1, 1), cache)
 
 
 @compiled

@@ -56,7 +56,7 @@ def test_a_kivi_cache_is_rolled_back_exactly_or_refuses_with_nothing_changed(dat
         turned.truncate(length)
     except ValueError as error:
         assert T - length > rollback, "within what it promised"
-        assert re.search(rf"\b{T}\b.*\b{length}\b.*cache\.rollback={T - length}\b", str(error)) and "\n" not in str(error)
+        assert re.search(rf"\b{T}\b.*\b{length}\b.*cache\.rollback.*\b{rollback}\b", str(error)) and "\n" not in str(error)
         assert unchanged(turned, before)
         return
     if length:
@@ -110,7 +110,7 @@ def test_tokens_within_the_roll_back_can_be_taken_back_one_by_one_across_flushed
         cache.truncate(51 - back)
     assert cache.length == 51 - rollback
     if not rollback:
-        with pytest.raises(ValueError, match="cache.rollback=1"):
+        with pytest.raises(ValueError, match="larger cache.rollback"):
             cache.truncate(50)  # 48 = (51 - 3) // 4 * 4 are packed, of 50 only 44
 
 
