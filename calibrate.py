@@ -66,6 +66,18 @@ def turned(model, x):
     return rotate(x.transpose(1, 2), model.cos[: x.size(1)], model.sin[: x.size(1)]).transpose(1, 2)
 
 
+def calibrate_for(model, idx, config):
+    """A calibration for one KVQuant `config` on idx [1, T], without sensitivities: enough where only speed matters."""
+    with torch.enable_grad():
+        keys, values, *_ = collect(model, [(idx, idx)])
+    keys = [turned(model, k) for k in keys] if not config.pre_rope else keys
+    fits = []
+    for k, v in zip(keys, values, strict=True):
+        k, v = (x.flatten(2).flatten(0, 1) for x in (k, v))  # [T, C]
+        fits += fit(k, v, torch.ones_like(k), torch.ones_like(v), (config.bits,), config.outliers)
+    return {"fits": {fit_key(config.bits, config.outliers, config.pre_rope): fits}}
+
+
 def is_done(file, weights, keys):
     """Whether the calibration in `file` is of these weights and holds all these fits."""
     try:

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import kernels
+from calibrate import calibrate_for
 from cli import InputError, script
 from data.tokenizer import tokenizer_from
 from decoding import cache_config, generate, make_cache
@@ -129,17 +130,24 @@ def evaluate_cached(model, tokens, T, new_cache):
 
 
 @torch.no_grad()
-def decode_speed(config, batch, prompt, tokens, dtype, device, new_cache):
+def decode_speed(config, batch, prompt, tokens, dtype, device, cache_config, new_cache):
     """
     Time `tokens` greedy tokens after a prompt of `prompt` tokens, `batch` sequences at once, weights in `dtype`.
-    Returns a plain dict: seconds of the prefill (first token included) and of each later step, and the cache's bytes as it
+    Speed does not depend on the weights' values, so they are random; but KVQuant keeps as many outliers as there are, so for it
+    the random model is calibrated too. Returns a plain dict: seconds of the prefill (first token included) and of each later step, and the cache's bytes as it
     fills and at the end.
     """
     model = GPT(replace(config, block_size=prompt + tokens), seed=0).to(device, dtype).eval()
     idx = torch.randint(config.vocab_size, (batch, prompt), generator=rng(0, "speed")).to(device)
 
+    own = {}
+    if isinstance(cache_config, KVQuantConfig):
+        some = torch.randint(config.vocab_size, (1, min(512, prompt + tokens)), generator=rng(1, "speed")).to(device)
+        own = {"calibration": calibrate_for(model.float(), some, cache_config)}
+        model.to(dtype)
+
     def run(tokens, every):
-        cache = new_cache(model, prompt + tokens, batch)
+        cache = new_cache(model, prompt + tokens, batch, **own)
         seconds, points = [], []
         synchronize(device)
         start = time.perf_counter()
@@ -209,17 +217,12 @@ def evaluate_checkpoint(path, cfg, device):
     label, exact = cfg.cache.label(), cfg.cache_dtype or cfg.dtype
     if exact != cfg.dtype:
         label += f"-{exact}"
-    if isinstance(cfg.cache, KVQuantConfig) and cfg.batches:
-        raise InputError(
-            "cache=kvquant has outliers where its numbers lie outside calibrated ranges, and timing takes random numbers: "
-            "batches=[] measures the loss alone, bench/caches.py the speed"
-        )
     # What is measured on less than the whole split, or not timed, stands beside what is: under a name of its own
     name = f"eval-{was['name']}" + ("" if label == "dense" else f"-{label}")
     name += f"-{cfg.windows or 'all'}x{window}" if cfg.windows or cfg.window else ""
     name = cfg.name or name + ("" if cfg.batches else "-loss")
 
-    def new_cache(model, tokens, batch):
+    def new_cache(model, tokens, batch, calibration=calibration):
         return make_cache(model, tokens, batch, getattr(torch, exact), cfg.cache, calibration)
 
     new_cache(model, 1, 1)  # refused before a folder is made
@@ -283,7 +286,7 @@ def evaluate_checkpoint(path, cfg, device):
         }  # fmt: skip
         curves = {}
         for batch in cfg.batches:
-            m = decode_speed(c, batch, cfg.prompt_tokens, cfg.tokens, getattr(torch, cfg.dtype), device, new_cache)
+            m = decode_speed(c, batch, cfg.prompt_tokens, cfg.tokens, getattr(torch, cfg.dtype), device, cfg.cache, new_cache)
             steps = m["steps_s"]
             # step j of tokens - 1 reads prompt + j tokens: prompt + tokens / 2 on average
             held = cfg.prompt_tokens + len(steps)

@@ -118,7 +118,7 @@ def test_a_fit_leaves_as_many_keys_outside_as_it_was_told(outliers):
 @pytest.mark.parametrize("n_kv", SHAPES)
 def test_the_keys_values_and_gradients_are_those_of_autograd_on_the_plain_model(n_kv, dialect):
     windows = tokens(3, 13, seed=3)
-    found = collect(small_model(n_kv, dialect), windows)
+    found = collect(small_model(n_kv, dialect), [(x[None, :-1], x[None, 1:]) for x in windows])
     model, seen = small_model(n_kv, dialect), []
     for block in model.h:
         block.attn.c_attn.register_forward_hook(lambda module, args, out: (out.retain_grad(), seen.append(out))[0])
@@ -138,7 +138,7 @@ def test_the_keys_values_and_gradients_are_those_of_autograd_on_the_plain_model(
 def test_collecting_leaves_no_hook_behind():
     model = small_model(2)
     before = model(tokens(1, 12))[0]
-    collect(model, tokens(2, 13))
+    collect(model, [(tokens(2, 12), tokens(2, 12, seed=1))])
     assert torch.equal(model(tokens(1, 12))[0], before) and not any(m._forward_hooks for m in model.modules())
 
 
@@ -176,9 +176,9 @@ def test_the_file_lies_beside_the_checkpoint_and_holds_what_its_keys_and_values_
 
 def test_a_calibration_is_kept_until_told_otherwise(call, calibrated):
     was = calibrated.read_bytes()
-    code, out, err = call("calibrate", "ckpt=mha.pt", "outliers=[0.1]", *FAST)
+    code, out, err = call("calibrate", "ckpt=mha.pt", *FAST)
     assert code == 0 and "again=true" in out and calibrated.read_bytes() == was
-    code, out, err = call("calibrate", "ckpt=mha.pt", "outliers=[0.1]", "again=true", *FAST)
+    code, out, err = call("calibrate", "ckpt=mha.pt", "outliers=[0.1]", *FAST)  # which that one lacks
     assert code == 0 and fit_key(2, 0.1, True) in torch.load(calibrated, weights_only=True)["fits"]
 
 
@@ -314,7 +314,7 @@ def test_the_loss_through_the_cache_is_that_of_tokens_fed_one_by_one(options, di
     def new_cache(model, tokens, batch):
         return make_cache(model, tokens, batch, torch.float32, config, found)
 
-    measured = evaluate_cached(model, text.numpy().astype(np.uint16), new_cache)
+    measured = evaluate_cached(model, text.numpy().astype(np.uint16), 24, new_cache)
     loss = divergence = bits = 0.0
     with torch.no_grad():
         for first in range(0, len(text) - 1, 24):

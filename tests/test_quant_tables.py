@@ -148,9 +148,11 @@ def test_the_caches_have_names_and_an_order(both):
         {"method": "kivi", "bits": 2, "group": 64, "residual": 128, "key_axis": "channel", "value_axis": "channel"},
         {"method": "fp8", "format": "e5m2", "scale": "head"}, {"method": "dense", "exact_dtype": "float16"},
     ])  # fmt: skip
+    other["exact_dtype"] = "float16"
+    other.loc[1, "exact_dtype"] = "float32"
     other = other.astype({"bits": "Int64", "group": "Int64", "residual": "Int64", "sink": "Int64"})
     assert [quant_tables.name_of(row) for row in other.itertuples()] == [
-        "KVQuant, 3 bits, 5 % outliers, sink 4, keys turned", "KIVI, 2 bits, values by channel, groups of 64, window 128",
+        "KVQuant, 3 bits, 5 % outliers, sink 4, keys turned", "KIVI, 2 bits, values by channel, groups of 64, window 128, float32 where exact",
         "fp8 e5m2, scale a head", "dense, float16",
     ]  # fmt: skip
 
