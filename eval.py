@@ -8,8 +8,8 @@ What a checkpoint is worth and what it costs: validation loss, KV-cache bytes, d
     python eval.py sweep=cpu cache=kivi cache.bits=4          through a quantised cache: fp8, kivi or kvquant
     python eval.py -m sweep=cpu cache=kivi cache.bits=8,4,2 batches=[]        their loss alone, without timing
 
-With a quantised cache the loss and its distance from the uncached predictions are those of the whole validation split
-through the cache, every token attending to what a generation would hold at its position.
+With a quantised cache the loss and its distance from the uncached predictions are those of the validation split (windows=…
+takes a part of it) through the cache, every token attending to what a generation would hold at its position.
 
 Prints the full-pass validation loss (nats per token); KV bytes by the closed formula and summed from the real tensors of
 a real generation (they must agree to the byte); prefill and decode tokens/s by batch, bytes read per step, and what share

@@ -5,7 +5,7 @@ Train one character GPT, or a sweep of them. The dial is model.n_kv: 8 = multi-h
     python train.py preset=smoke model.n_kv=2                   seconds: a model too small to learn much
     python train.py -m model.n_kv=8,2,1 seed=1,2,3              the sweep: nine runs, one after the other
     python train.py data.source=my.txt sweep=mine               any other UTF-8 text
-    python train.py data=recall preset=recall model.n_kv=2      keys that ask for their values, up to 1,000 tokens later
+    python train.py preset=recall model.n_kv=2                  keys that ask for their values, up to 1,000 tokens later
 
 Prints progress with loss, tokens/s and ETA, then the final and best validation loss (nats per character, whole split;
 of data=recall nats per answer).
