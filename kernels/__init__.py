@@ -3,7 +3,7 @@ CPU kernels in C++, compiled once by the machine's own compiler (some seconds), 
 
     decode.cpp    attend(q, k, v, past, store)          append to a KV cache and attend over it
                   Step(model)(idx, cache)               a whole decoding step in one call
-    quantised.cpp                                       the same over quantised keys and values
+    fp8.cpp, kivi.cpp, kvquant.cpp                      the same over quantised keys and values
     causal.cpp    causal_attention(q, k, v)             a whole sequence over itself, with gradients
 
 `serves`, `attends` and `Step.serves` say whether they fit the tensors at hand. Where there is no compiler, or the tensors
@@ -18,6 +18,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -46,8 +47,8 @@ def library():
             # Linked without an OpenMP library: the symbols come from the one that torch has loaded, and so do the
             # threads. A second team of threads would fight with the first over the cores.
             objects = [f"{temporary}.{source.stem}.o" for source in sources]
-            for source, to in zip(sources, objects, strict=True):
-                run(compiler, *FLAGS, "-c", source, "-o", to)
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(lambda source, to: run(compiler, *FLAGS, "-c", source, "-o", to), sources, objects))
             run(compiler, "-shared", *objects, "-o", temporary)
             os.replace(temporary, path)
             for name in objects:
@@ -129,7 +130,7 @@ def attend(q, k, v, past, store):
 
 
 class Full(ctypes.Structure):
-    """quantised.cpp's Full: keys and values [B, n_kv, room, hd] in full precision."""
+    """codes.h's Full: keys and values [B, n_kv, room, hd] in full precision."""
 
     _fields_ = [("held", ctypes.c_void_p * 2), ("room", ctypes.c_long), ("precision", ctypes.c_int)]
 
@@ -138,7 +139,7 @@ class Full(ctypes.Structure):
 
 
 class FP8(ctypes.Structure):
-    """quantised.cpp's FP8."""
+    """fp8.cpp's FP8."""
 
     kind, most = 2, 2**31 - 1  # new tokens at once
     _fields_ = [
@@ -148,7 +149,7 @@ class FP8(ctypes.Structure):
 
 
 class KIVI(ctypes.Structure):
-    """quantised.cpp's KIVI."""
+    """kivi.cpp's KIVI."""
 
     kind, most = 3, 2**31 - 1
     _fields_ = [
@@ -158,7 +159,7 @@ class KIVI(ctypes.Structure):
 
 
 class KVQuant(ctypes.Structure):
-    """quantised.cpp's KVQuant."""
+    """kvquant.cpp's KVQuant."""
 
     kind, most = 4, 8  # so many can be outliers from end to end without much room to spare
     _fields_ = [
@@ -172,7 +173,7 @@ class KVQuant(ctypes.Structure):
 
 
 STORES = (FP8, KIVI, KVQuant)
-PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]  # quantised.cpp's Precision
+PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]  # codes.h's Precision
 
 
 def pointers(*tensors):

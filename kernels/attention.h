@@ -138,7 +138,7 @@ template <class Precision> static void append(const Shape &s, const float *x, co
     for (int j = s.past > begin ? s.past : begin; j < end; j++)  // to: where token 0 of this head would be
         for (int d = 0; d < s.hd; d++) from_float(within(x[b * xs[0] + h * xs[1] + (j - s.past) * xs[2] + d], limit), to + (long)j * s.hd + d);
 }
-Attend attend_fp8(const void *store), attend_kivi(const void *store), attend_kvquant(const void *store);  // quantised.cpp
+Attend attend_fp8(const void *store), attend_kivi(const void *store), attend_kvquant(const void *store);  // fp8.cpp, kivi.cpp, kvquant.cpp
 
 static int parts_of(const Shape &s, int threads) {  // pieces of the tokens, so that every thread has work; none below 128
     if (s.B * s.n_kv % threads == 0) return 1;

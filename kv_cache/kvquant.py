@@ -123,7 +123,7 @@ def split_values(x, ends):
     x [..., n] -> the middle and half width [...] in float16 of what is no outlier, and the indices [..., 2 * ends] of what
     is: the `ends` largest and `ends` smallest. Rounded so that the range covers all inliers.
     """
-    # of equal numbers the first counts, as in kernels/quantised.cpp: topk picks any
+    # of equal numbers the first counts, as in kernels/kvquant.cpp: topk picks any
     high, low = x.sort(dim=-1, descending=True, stable=True), x.sort(dim=-1, stable=True)
     top, bottom = high.values[..., ends], low.values[..., ends]
     middle = round_down((top + bottom) / 2)

@@ -191,7 +191,7 @@ def test_greedy_text_is_the_same_with_and_without_the_kernels(n_kv, dialect, thr
 @compiled
 def test_the_stores_are_laid_out_alike_on_both_sides():
     for store in kernels.STORES:
-        assert kernels.library().size_of(store.kind) == ctypes.sizeof(store)
+        assert kernels.library()[f"size_of_{store.__name__.lower()}"]() == ctypes.sizeof(store)
 
 
 @compiled
