@@ -21,8 +21,9 @@ from cli import InputError, script
 from kv_cache.kvquant import fit, fit_key
 from model import rotate
 from storage import calibration_path, checkpoints_of, digest, load_checkpoint, load_model, save_checkpoint
+from stream import load_data
 from tracking import commit, provenance
-from training import load_data, set_up_device
+from training import set_up_device
 
 BITS = (2, 3, 4)
 PICTURE = 128  # tokens

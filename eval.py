@@ -36,8 +36,9 @@ from kv_cache.kvquant import KVQuantConfig
 from kv_cache.quantised import QuantisedCache
 from model import GPT, rng, rotate
 from storage import checkpoints_of, load_calibration, load_checkpoint, load_model, open_run
+from stream import evaluate, load_data, windows_of
 from tracking import Run, WandbConfig, commit, provenance
-from training import evaluate, load_data, set_up_device, windows_of
+from training import set_up_device
 
 POINTS = 20  # of the curves against context: a median over a twentieth of the steps, and a count of bytes at its end
 
@@ -100,7 +101,7 @@ def stored_error(model, x, cache):
 @torch.no_grad()
 def evaluate_cached(model, tokens, T, new_cache):
     """
-    What generation would see: the windows of T tokens that training.evaluate takes, but with keys and values that have been
+    What generation would see: the windows of T tokens that stream.evaluate takes, but with keys and values that have been
     through a cache; each token attends to what the cache would hold at its position. `new_cache(model, tokens, batch)` makes
     an empty one. Returns a plain dict: the loss in nats a token, uncached and through the cache; the Kullback-Leibler
     divergence of the cached predictions from the uncached ones, in nats a token; the bits a number takes in a full window's

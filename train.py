@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from cli import script
 from model import GPT, GPTConfig
 from storage import open_run
+from stream import DataConfig, load_data
 from tracking import WandbConfig
-from training import DataConfig, TrainConfig, load_data, set_up_device, train
+from training import TrainConfig, set_up_device, train
 
 
 @dataclass(frozen=True)

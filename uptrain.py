@@ -19,8 +19,9 @@ from dataclasses import asdict, dataclass
 from cli import InputError, script, strict
 from convert import pool_heads
 from storage import find_checkpoint, load_checkpoint, load_model, open_run
+from stream import load_data
 from tracking import WandbConfig
-from training import TrainConfig, load_data, set_up_device, train
+from training import TrainConfig, set_up_device, train
 
 
 @dataclass(frozen=True)

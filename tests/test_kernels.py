@@ -13,13 +13,14 @@ from quantised_cases import cache_of, held, label
 from reference import DIALECTS, SHAPES, attend, reference_logits, small_model, tokens
 
 import kernels
+import stream
 import training
 from decoding import generate, make_cache
 from kv_cache.dense import DenseCache
 from kv_cache.fp8 import FP8Config
 from kv_cache.kivi import KIVIConfig
 from kv_cache.kvquant import KVQuantConfig
-from training import get_batch
+from stream import get_batch
 
 compiled = pytest.mark.skipif(kernels.library() is None, reason="no C++ compiler here")
 
@@ -374,10 +375,10 @@ def test_both_attentions_train_the_same_curve(call, cwd, monkeypatch):
 def test_a_resumed_run_keeps_the_attention_it_began_with(call, cwd, monkeypatch, named):
     kernel = list(training.ATTENTION)[1]
     monkeypatch.setattr(training, "pick_attention", lambda *args: (kernel, "as told"))
-    monkeypatch.setattr(training, "get_batch", lambda *args: 1 / 0 if args[4] == 5 else get_batch(*args))
+    monkeypatch.setattr(stream, "get_batch", lambda *args: 1 / 0 if args[4] == 5 else get_batch(*args))
     with pytest.raises(ZeroDivisionError):
         call("train", *TINY)
-    monkeypatch.setattr(training, "get_batch", get_batch)
+    monkeypatch.setattr(stream, "get_batch", get_batch)
     monkeypatch.setattr(training, "pick_attention", lambda *args: pytest.fail("asked again"))
     if not named:  # a checkpoint of before there was a choice
         path = cwd / "runs/t/kv8-s1/last.pt"

@@ -34,7 +34,7 @@ from data.tokenizer import SmolLMTokenizer, tokenizer_from
 from decoding import generate, make_cache
 from model import GPT
 from storage import load_checkpoint, load_model
-from training import evaluate
+from stream import evaluate
 
 ROOT = Path(__file__).resolve().parents[1]
 REAL = Path(os.environ.get("SMOLLM2_GGUF", ROOT / pretrained.GGUF))

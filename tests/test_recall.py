@@ -13,7 +13,7 @@ from data.recall import task as recall
 from data.recall.task import CURRICULUM, DISTANCES, KEYS, MAX_PAIRS, VOCAB_SIZE, batch, examples
 from model import rng
 from storage import load_checkpoint
-from training import load_data, recall_loss
+from stream import load_data, recall_loss
 
 # the recall preset, shrunk: 2 layers of width 32, 64 tokens of context, a step or two in each stage of the curriculum
 SMALL = (

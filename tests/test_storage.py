@@ -12,7 +12,7 @@ from conftest import make_text, refusal, rows
 from reference import tokens
 
 from storage import find_checkpoint, load_checkpoint, load_model, save_checkpoint
-from training import evaluate
+from stream import evaluate
 
 
 def walk(value, where=""):

@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import SHAPES, small_model, tokens
 
+import stream
 import training
 from storage import load_checkpoint
-from training import evaluate, get_batch, lr_at, pick_dtype
+from stream import evaluate, get_batch
+from training import lr_at, pick_dtype
 
 
 def contents(folder):
@@ -66,7 +68,7 @@ def test_every_window_of_the_text_is_drawn_the_first_and_the_last_too():
 
 def test_every_n_kv_sees_the_same_batches_in_the_same_order(call, monkeypatch):
     seen = []
-    monkeypatch.setattr(training, "get_batch", lambda *args: seen.append(get_batch(*args)) or seen[-1])
+    monkeypatch.setattr(stream, "get_batch", lambda *args: seen.append(get_batch(*args)) or seen[-1])
     arms = []
     for n_kv in SHAPES:
         seen.clear()
@@ -171,10 +173,10 @@ def test_interrupted_and_resumed_is_uninterrupted_to_the_bit(call, cwd, monkeypa
             done.append(iteration)
             return get_batch(tokens, batch_size, block_size, seed, iteration, device)
 
-        monkeypatch.setattr(training, "get_batch", batch)
+        monkeypatch.setattr(stream, "get_batch", batch)
         with pytest.raises(Killed):
             call("train", *RUN)
-    monkeypatch.setattr(training, "get_batch", get_batch)
+    monkeypatch.setattr(stream, "get_batch", get_batch)
     torch.manual_seed(99)
     assert call("train", *RUN)[0] == 0
     assert set(done) == set(range(max(stops)))
@@ -186,7 +188,7 @@ def test_interrupted_and_resumed_is_uninterrupted_to_the_bit(call, cwd, monkeypa
 def test_stopped_after_the_last_step_only_the_summary_is_made_up_for(call, cwd, monkeypatch, whole):
     assert call("train", *RUN)[0] == 0
     (cwd / "runs/t/r/summary.json").unlink()
-    monkeypatch.setattr(training, "get_batch", lambda *args: pytest.fail("trained on"))
+    monkeypatch.setattr(stream, "get_batch", lambda *args: pytest.fail("trained on"))
     assert call("train", *RUN)[0] == 0
     same_end(cwd / "runs/t/r", whole)
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (cwd / "runs/t/r", whole)]
@@ -222,11 +224,11 @@ def test_a_resumed_run_keeps_the_dtype_that_auto_chose_first(call, cwd, monkeypa
 
     monkeypatch.setattr(training, "pick_dtype", pick_dtype)
     monkeypatch.setattr(torch, "mm", slow(torch.float32))  # bfloat16 is faster, on the first day
-    monkeypatch.setattr(training, "get_batch", lambda *args: 1 / 0 if args[4] == 5 else get_batch(*args))
+    monkeypatch.setattr(stream, "get_batch", lambda *args: 1 / 0 if args[4] == 5 else get_batch(*args))
     with pytest.raises(ZeroDivisionError):
         call("train", *args)
     monkeypatch.setattr(torch, "mm", slow(torch.bfloat16))
-    monkeypatch.setattr(training, "get_batch", get_batch)
+    monkeypatch.setattr(stream, "get_batch", get_batch)
     assert call("train", *args)[0] == 0
     assert json.loads((cwd / "runs/t/kv8-s1/summary.json").read_text())["dtype"] == "bfloat16"
 

@@ -10,10 +10,10 @@ import torch
 from conftest import make_text, rows
 from test_training import equal
 
-import training
+import stream
 from convert import pool_heads
 from storage import load_checkpoint, load_model
-from training import evaluate, get_batch
+from stream import evaluate, get_batch
 
 QUIET = ("wandb=disabled", "threads=1")
 VAL = np.array(["\n abcdefghij".index(c) for c in make_text(3000)[2700:]], dtype=np.uint16)
@@ -63,7 +63,7 @@ def test_the_steps_are_a_fraction_of_the_parents_or_as_given(call, mha, cwd, giv
 
 def test_the_batches_go_on_where_the_parents_stopped_also_in_the_next_generation(call, mha, cwd, monkeypatch):
     seen = []
-    monkeypatch.setattr(training, "get_batch", lambda *args: seen.append((args[3], args[4])) or get_batch(*args))
+    monkeypatch.setattr(stream, "get_batch", lambda *args: seen.append((args[3], args[4])) or get_batch(*args))
     assert call("uptrain", "ckpt=mha.pt", "groups=2", "steps=4", *QUIET)[0] == 0
     assert seen == [(1, 20), (1, 21), (1, 22), (1, 23)]
     seen.clear()
@@ -76,10 +76,10 @@ def test_the_batches_go_on_where_the_parents_stopped_also_in_the_next_generation
 def test_interrupted_and_resumed_is_uninterrupted_to_the_bit(call, mha, cwd, monkeypatch):
     args = ["uptrain", "ckpt=mha.pt", "groups=2", "steps=10", *QUIET]
     assert call(*args, "sweep=whole")[0] == 0
-    monkeypatch.setattr(training, "get_batch", lambda *args: 1 / 0 if args[4] == 27 else get_batch(*args))
+    monkeypatch.setattr(stream, "get_batch", lambda *args: 1 / 0 if args[4] == 27 else get_batch(*args))
     with pytest.raises(ZeroDivisionError):
         call(*args, "sweep=halves")
-    monkeypatch.setattr(training, "get_batch", get_batch)
+    monkeypatch.setattr(stream, "get_batch", get_batch)
     assert call(*args, "sweep=halves")[0] == 0
     whole, halves = (cwd / "runs" / sweep / "kv8-s1-to-kv2-mean" for sweep in ("whole", "halves"))
     assert rows(whole) == rows(halves)
@@ -92,7 +92,7 @@ def test_interrupted_and_resumed_is_uninterrupted_to_the_bit(call, mha, cwd, mon
 def test_the_same_command_again_skips_and_prints_the_same_table(call, mha, cwd, monkeypatch):
     first = call("uptrain", "ckpt=mha.pt", "groups=2", *QUIET)
     files = {path: path.read_bytes() for path in (cwd / "runs").rglob("*") if path.is_file()}
-    monkeypatch.setattr(training, "get_batch", lambda *args: pytest.fail("trained again"))
+    monkeypatch.setattr(stream, "get_batch", lambda *args: pytest.fail("trained again"))
     code, out, err = call("uptrain", "ckpt=mha.pt", "groups=2", *QUIET)
     assert code == 0 and "finished before" in out
     numbers = re.findall(r"^  (?:parent|right|after).*", first[1], re.M)
