@@ -1,9 +1,5 @@
 """
 The plain KV cache: every key and value of every token, kept as computed.
-
-The contract shared by all caches: `attend(layer, q, k, v)` appends the new tokens' keys and values and returns attention
-over everything held; `length`, `truncate`, `reset`, `nbytes`, `capacity_nbytes`. The model passes the cache along and
-knows nothing else about it.
 """
 
 from dataclasses import dataclass
@@ -13,6 +9,7 @@ from torch.nn import functional as F
 
 import kernels
 from kv_cache.accounting import dense_nbytes
+from kv_cache.contract import Cache
 
 
 @dataclass(frozen=True)
@@ -25,22 +22,19 @@ class DenseConfig:
         return "dense"
 
 
-class DenseCache:
+class DenseCache(Cache):
     """
     Preallocated: one tensor [B, n_kv, capacity, hd] for the keys and one for the values of each layer, never grown and
     never copied. Sized by n_kv, not by the query heads.
     """
 
-    rotates = False  # keys come with their positions in them
-
     def __init__(self, n_layer, n_kv, head_dim, capacity, batch=1, dtype=torch.float32, device="cpu"):
         if not dtype.is_floating_point or dtype.itemsize < 2:
             raise ValueError(f"dtype={dtype} cannot be attended over: float32, bfloat16 or float16")
+        super().__init__(n_layer, n_kv, head_dim, capacity, batch)
         shape = (batch, n_kv, capacity, head_dim)
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(n_layer)]
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(n_layer)]
-        self.n_layer, self.n_kv, self.head_dim, self.capacity, self.batch = n_layer, n_kv, head_dim, capacity, batch
-        self.length = 0  # tokens held; advances when the last layer has appended
         self.position = None  # set by decoding.GraphStep: where the new token goes, as a tensor [1]; and in `window` up to
         self.window = None  # which token to look, since in a captured graph no shape may depend on the length
 
@@ -50,12 +44,9 @@ class DenseCache:
         absolute position -> [B, n_head, t, hd]. Raises ValueError before writing when the capacity would be exceeded.
         """
         B, n_head, t, hd = q.shape
+        self.check(k, v)
         past, total = self.length, self.length + t
-        if total > self.capacity:
-            raise ValueError(f"{past} + {t} tokens do not fit the cache: capacity={self.capacity}")
         keys, values = self.keys[layer], self.values[layer]
-        if k.shape != (keys.size(0), keys.size(1), t, hd) or v.shape != k.shape:  # else one head would broadcast to all
-            raise ValueError(f"keys {tuple(k.shape)} do not fit the cache's [B, n_kv, t, hd] of {tuple(keys.shape)}")
         if self.position is not None:
             keys.index_copy_(2, self.position, k.to(keys.dtype))
             values.index_copy_(2, self.position, v.to(keys.dtype))
@@ -91,23 +82,6 @@ class DenseCache:
         """The layer's tensors for the kernels, or None where they do not know their dtype."""
         keys, values = self.keys[layer], self.values[layer]
         return kernels.Dense(keys, values) if keys.dtype in kernels.NAMES else None
-
-    def at_once(self):
-        """How many tokens a step may append."""
-        return self.capacity
-
-    def advance(self, t):
-        """A step has appended t tokens to all layers."""
-        self.length += t
-
-    def truncate(self, length):
-        """Forget all but the first `length` tokens; exact. ValueError when there are fewer."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot truncate to {length} tokens: the cache holds {self.length}")
-        self.length = length
-
-    def reset(self):
-        self.length = 0
 
     def nbytes(self):
         """Bytes in use, by component: the held part of the real tensors."""

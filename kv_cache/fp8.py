@@ -63,7 +63,6 @@ class FP8Cache(QuantisedCache):
         self.scales = (
             None if scales is None else scales.to(self.device, torch.float32)[..., None, None]
         )  # [2, n_layer, h, 1, 1]
-        self.stores = {}
         self.limit = torch.finfo(FORMATS[config.format]).max
         store = (self.batch, self.n_kv, self.capacity, self.head_dim)
         self.codes = [self.empty(*store, dtype=FORMATS[config.format]) for _ in range(2)]  # of keys, of values
@@ -79,13 +78,6 @@ class FP8Cache(QuantisedCache):
     def block(self, which, layer, first, last):
         x = self.codes[which][layer][:, :, first:last].float()  # 8-bit floats have no arithmetic of their own
         return x if self.scales is None else x.mul_(self.scales[which, layer])
-
-    def keys(self, layer, first, last):
-        """Keys [B, n_kv, last - first, hd] of the tokens first.. in float32."""
-        return self.block(0, layer, first, last)
-
-    def values(self, layer, first, last):
-        return self.block(1, layer, first, last)
 
     def store(self, layer, write=True):
         """The layer's tensors for the kernels."""

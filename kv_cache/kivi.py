@@ -105,7 +105,6 @@ class KIVICache(QuantisedCache):
         # Full precision from token `start` on: the window, and before it packed tokens that a truncation may unpack.
         window = min(self.capacity, c.residual + c.group + -(-c.rollback // c.group) * c.group)
         self.window = [self.empty(B, n_kv, window, hd, dtype=self.dtype) for _ in range(2)]
-        self.stores = {}
         self.settle(0, 0)
         self.BLOCK = max(1, self.BLOCK // c.group) * c.group  # whole groups
 
@@ -167,13 +166,6 @@ class KIVICache(QuantisedCache):
         at = slice(first, last) if axis == "token" else slice(first // c.group, last // c.group)
         codes = unpack(self.codes[which][layer][:, :, first:last], c.bits, self.head_dim)
         return dequantise(codes, self.scales[which][layer][:, :, at], self.zeros[which][layer][:, :, at], axis, c.group)
-
-    def keys(self, layer, first, last):
-        """Keys [B, n_kv, last - first, hd] of the tokens first.. in float32."""
-        return self.block(0, layer, first, last)
-
-    def values(self, layer, first, last):
-        return self.block(1, layer, first, last)
 
     def store(self, layer, write=True):
         """The layer's tensors for the kernels, which know the paper's axes and whole vectors of channels; None for others."""

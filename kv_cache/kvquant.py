@@ -187,7 +187,6 @@ class KVQuantCache(QuantisedCache):
         self.rows = [torch.zeros(room * B + 1 if config.outliers else 0, dtype=torch.int32, device=self.device) for _ in fits]
         self.key_index = self.empty(0, dtype=torch.uint16)
         self.key_outliers = self.empty(0, dtype=self.dtype)
-        self.stores = {}
 
     def encode(self, z, table):
         """The nearest numbers' places in table [2^bits], as codes like z."""

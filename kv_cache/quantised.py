@@ -2,7 +2,7 @@
 What the quantised caches share: codes of any width packed into bytes, 16-bit scales and zero points that never cut a range
 short, and attention that reads the store in blocks, so that a full-precision copy of it never exists.
 
-A quantised cache says how it keeps keys and values (`write`) and how it gives a block of them back (`keys`, `values`); all
+A quantised cache says how it keeps keys and values (`write`) and how it gives a block of either back (`block`, or `keys` and `values`); all
 else of the contract is here. A chunk of tokens attends exactly as its tokens would one by one: each sees what a generation
 would hold at its position, so a prompt leaves the same codes however it arrives.
 """
@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 import kernels
+from kv_cache.contract import Cache
 
 FLOAT16 = torch.finfo(torch.float16)
 
@@ -50,23 +51,21 @@ def round_up(x):
     return -round_down(-x)
 
 
-class QuantisedCache:
+class QuantisedCache(Cache):
     """
-    The contract of kv_cache/dense.py over a store that is not the numbers themselves. `dtype` is that of whatever stays in
+    The contract over a store that is not the numbers themselves. `dtype` is that of whatever stays in
     full precision: windows, outliers, attention sinks.
     """
 
     BLOCK = 128  # tokens dequantised at a time
     MOST = 2**31  # new tokens that the kernels write at once
-    rotates = False  # whether keys come before rotary positions, and are turned when read
-    position = None  # no captured graphs: decoding.GraphStep is for the dense cache
 
     def __init__(self, n_layer, n_kv, head_dim, capacity, batch=1, dtype=torch.float32, device="cpu"):
         if dtype not in kernels.PRECISIONS:
             raise ValueError(f"dtype={dtype} is no full precision here: float32, bfloat16 or float16")
-        self.n_layer, self.n_kv, self.head_dim, self.batch = n_layer, n_kv, head_dim, batch
-        self.capacity, self.dtype, self.device = capacity, dtype, torch.device(device)
-        self.length = 0  # tokens held; advances when the last layer has appended
+        super().__init__(n_layer, n_kv, head_dim, capacity, batch)
+        self.dtype, self.device = dtype, torch.device(device)
+        self.stores = {}  # the layers' tensors as the kernels take them, once asked for
 
     def empty(self, *shape, dtype):
         """One uninitialised tensor a layer."""
@@ -82,15 +81,11 @@ class QuantisedCache:
         Append t tokens, k and v [B, n_kv, t, hd], and attend q [B, n_head, t, hd] over all held tokens, causally by
         absolute position -> [B, n_head, t, hd]. Raises ValueError before writing when the capacity would be exceeded.
         """
-        t, past = q.size(2), self.length
-        if past + t > self.capacity:
-            raise ValueError(f"{past} + {t} tokens do not fit the cache: capacity={self.capacity}")
-        shape = (self.batch, self.n_kv, t, self.head_dim)
-        if k.shape != shape or v.shape != shape:
-            raise ValueError(f"keys {tuple(k.shape)} do not fit the cache's [B, n_kv, t, hd] of {shape}")
+        self.check(k, v)
+        past = self.length
         y = self.append(layer, q, k, v, past)
         if layer == self.n_layer - 1:
-            self.length = past + t
+            self.length = past + q.size(2)
         return y
 
     def append(self, layer, q, k, v, past):
@@ -106,6 +101,14 @@ class QuantisedCache:
         parts = zip(*(x.float().split(n, dim=2) for x in (q, k, v)), strict=True)
         ys = [kernels.attend(*part, past + i * n, store) for i, part in enumerate(parts)]
         return ys[0] if len(ys) == 1 else torch.cat(ys, dim=2)
+
+    def keys(self, layer, first, last):
+        """Keys [B, n_kv, last - first, hd] of the tokens first.. in float32, at their positions."""
+        return self.block(0, layer, first, last)
+
+    def values(self, layer, first, last):
+        """Values [B, n_kv, last - first, hd] of the tokens first.. in float32."""
+        return self.block(1, layer, first, last)
 
     def blocks(self, total):
         """The borders (first, last) of the blocks in which `total` held tokens are read."""
@@ -139,23 +142,6 @@ class QuantisedCache:
             part = scores.view(B, self.n_kv, n_rows[0], last - first) @ self.values(layer, first, last)
             y[:, :, :, skip:] = y[:, :, :, skip:] * shrink + part.view(B, self.n_kv, shape[2], t - skip, hd)
         return (y / weight).reshape(B, n_head, t, hd).to(q.dtype)
-
-    def at_once(self):
-        """How many tokens a step may append: kernels.Step does the whole of it, `write` included."""
-        return self.capacity
-
-    def advance(self, t):
-        """A step has appended t tokens to all layers."""
-        self.length += t
-
-    def truncate(self, length):
-        """Forget all but the first `length` tokens; exact. ValueError when there are fewer."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot truncate to {length} tokens: the cache holds {self.length}")
-        self.length = length
-
-    def reset(self):
-        self.length = 0
 
     def nbytes(self):
         """Bytes in use, by component: the held part of the real tensors."""
