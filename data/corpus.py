@@ -237,6 +237,20 @@ def prepare(dataset_dir, corpus, tokenizer):
     return folder
 
 
+def prepare_text(dataset_dir, source, tokenizer_of, vocab_size, tokens):
+    """
+    What every prepare(source) of a text does: the folder with train.bin, val.bin and meta.json, made when it is not there
+    yet. `source` is a UTF-8 text file, by default Tiny Shakespeare, `tokenizer_of(text)` gives the tokenizer; vocab_size and
+    tokens are what the exact Tiny Shakespeare has to come to. InputError for what cannot be used.
+    """
+    corpus = load_corpus(source)
+    folder = prepare(dataset_dir, corpus, tokenizer_of(corpus.text))
+    if corpus.sha256 == TINY_SHAKESPEARE_SHA256:
+        meta = read_meta(folder)
+        assert (meta["vocab_size"], meta["tokens"]) == (vocab_size, tokens), meta
+    return folder
+
+
 def _move_in(new, folder, is_intact):
     for attempt in range(10):
         try:

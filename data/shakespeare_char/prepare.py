@@ -24,16 +24,7 @@ TOKENS = {"train": 1_003_854, "val": 111_540}
 
 
 def prepare(source=None):
-    """
-    The folder with train.bin, val.bin and meta.json; made when it is not there yet.
-    `source` is a UTF-8 text file, by default Tiny Shakespeare. InputError for what cannot be used.
-    """
-    corpus = corpora.load_corpus(source)
-    folder = corpora.prepare(DATASET_DIR, corpus, CharTokenizer.from_text(corpus.text))
-    if corpus.sha256 == corpora.TINY_SHAKESPEARE_SHA256:
-        meta = corpora.read_meta(folder)
-        assert (meta["vocab_size"], meta["tokens"]) == (VOCAB_SIZE, TOKENS), meta
-    return folder
+    return corpora.prepare_text(DATASET_DIR, source, CharTokenizer.from_text, VOCAB_SIZE, TOKENS)
 
 
 def main(args=None):
