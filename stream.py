@@ -77,7 +77,8 @@ class Recall(Data):
 
     def evaluate(self, model):
         """Mean loss of the answers, in nats and float32, and how many of them are the most likely token."""
-        return recall_loss(model, *self.val)
+        tokens, answers, _ = self.val
+        return recall_loss(model, tokens, answers)
 
 
 def load_recall(source, block_size):
@@ -160,7 +161,7 @@ def evaluate(model, tokens, batch_size=None, window=None):
 
 
 @torch.no_grad()
-def recall_loss(model, tokens, answers, distances):
+def recall_loss(model, tokens, answers):
     """Mean loss, in float32, and accuracy of the answers [N] to the last of tokens [N, T]; 8,192 tokens at a time."""
     was_training = model.training
     model.eval()

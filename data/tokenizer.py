@@ -156,18 +156,15 @@ class SmolLMTokenizer:
             raise InputError("this GGUF file's tokens are not special ones, bytes, and what its merges make, in their order")
         return cls(tokens, n_special)
 
-    def encode(self, text, special=False):
+    def encode(self, text):
         """
-        List of ids. Special text like <|im_start|> is encoded as the ordinary characters it consists of, or with
-        `special` as the token it names. InputError for characters with a byte that the vocabulary lacks: SmolLM2's has
+        List of ids. Special text like <|im_start|> is encoded as the ordinary characters it consists of. InputError for characters with a byte that the vocabulary lacks: SmolLM2's has
         neither some control characters nor the rarest planes of Unicode.
         """
         raw = text.encode(errors="replace")  # half a surrogate pair; tiktoken has a character for it too
         if not self._missing.isdisjoint(raw):
             bad = [c for c in dict.fromkeys(text) if not self._missing.isdisjoint(c.encode(errors="replace"))]
             raise InputError(f"{len(bad)} character(s) that this vocabulary has no bytes for: {', '.join(map(repr, bad[:5]))}")
-        if special:
-            return self._encoding.encode(text, allowed_special="all")
         return self._encoding.encode_ordinary(text)
 
     def decode(self, ids):

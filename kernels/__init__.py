@@ -141,7 +141,7 @@ class Full(ctypes.Structure):
 class FP8(ctypes.Structure):
     """fp8.cpp's FP8."""
 
-    kind, most = 2, 2**31 - 1  # new tokens at once
+    kind = 2
     _fields_ = [
         ("codes", ctypes.c_void_p * 2), ("scales", ctypes.c_void_p * 2), ("room", ctypes.c_long), ("per_head", ctypes.c_int),
         ("e5m2", ctypes.c_int),
@@ -151,7 +151,7 @@ class FP8(ctypes.Structure):
 class KIVI(ctypes.Structure):
     """kivi.cpp's KIVI."""
 
-    kind, most = 3, 2**31 - 1
+    kind = 3
     _fields_ = [
         ("codes", ctypes.c_void_p * 2), ("scales", ctypes.c_void_p * 2), ("zeros", ctypes.c_void_p * 2), ("room", ctypes.c_long),
         ("bits", ctypes.c_int), ("group", ctypes.c_int), ("packed", ctypes.c_int), ("start", ctypes.c_int), ("window", Full),
@@ -161,7 +161,7 @@ class KIVI(ctypes.Structure):
 class KVQuant(ctypes.Structure):
     """kvquant.cpp's KVQuant."""
 
-    kind, most = 4, 8  # so many can be outliers from end to end without much room to spare
+    kind = 4
     _fields_ = [
         ("codes", ctypes.c_void_p * 2), ("key_middle", ctypes.c_void_p), ("key_width", ctypes.c_void_p),
         ("tables", ctypes.c_void_p * 2), ("value_middle", ctypes.c_void_p), ("value_width", ctypes.c_void_p),

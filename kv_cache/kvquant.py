@@ -165,7 +165,7 @@ class KVQuantCache(QuantisedCache):
     keys come unturned (model.rotate and its tables [block_size, hd]), or None.
     """
 
-    MOST = kernels.KVQuant.most
+    MOST = 8  # all their numbers may be outliers, and room for these is kept
     BLOCK = 32  # while codes become numbers they take several times the numbers' size: together no more than others' blocks
 
     def __init__(self, *shape, fits, config=KVQuantConfig(), rotary=None, **kwargs):  # noqa: B008, frozen

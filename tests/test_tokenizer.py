@@ -156,11 +156,10 @@ def test_a_digit_is_a_token_of_its_own_and_never_takes_a_space():
     assert ids[:-6] == tokenizer.encode("The key is ")
 
 
-def test_special_text_is_one_token_only_when_asked_for():
+def test_special_text_is_encoded_as_the_characters_it_consists_of():
     tokenizer = small_tokenizer()
     assert tokenizer.special == {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
-    ids = tokenizer.encode("<|im_start|>user", special=True)
-    assert ids[0] == 1 and tokenizer.decode(ids) == "<|im_start|>user" and min(tokenizer.encode("<|im_start|>user")) > 2
+    assert tokenizer.decode([1]) == "<|im_start|>" and min(tokenizer.encode("<|im_start|>user")) > 2
 
 
 def test_the_state_alone_makes_the_tokenizer_again(tmp_path):
