@@ -165,6 +165,8 @@ def script(config_name, settings):
                     fail(f"{a}: keys cannot be added or removed, only set as key=value (--help lists them)")
                 if a.startswith("-") and a not in ("-m", "--multirun", "--cfg", "--resolve", "--info"):
                     fail(f"{a} is no option: set keys as key=value, several values with -m (--help lists them)")
+            # Hydra takes its options before the keys only; here -m may stand anywhere
+            sys.argv[1:] = arguments = sorted(arguments, key=lambda a: a not in ("-m", "--multirun", "--resolve"))
             for name in named_blocks(config_name):
                 arguments = sys.argv[1:] = [re.sub(rf"^{name}=", f"{name}.name=", a) for a in arguments]
             if not multirun:  # in a multirun the comma of ckpt=a.pt,b.pt separates

@@ -448,3 +448,11 @@ def test_the_readme_shows_what_budget_prints(call):
     code, out, err = call("budget", *command.split())
     assert code == 0, err
     assert [line.strip() for line in shown.splitlines()] == [line.strip() for line in out.splitlines()]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_several_values_are_run_wherever_the_option_stands(call, cwd, place):
+    args = ["ckpt=missing.pt", "seed=1,2"]
+    args.insert(place, "-m")
+    code, out, err = call("sample", *args)
+    assert code == 1 and err.count("FAILED") == 2 and "missing.pt" in err
