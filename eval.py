@@ -274,9 +274,7 @@ def evaluate_checkpoint(path, cfg, device):
         run.text("sample", tokenizer.decode([*idx[0].tolist(), *torch.cat(new).tolist()]))
 
         bandwidth = read_bandwidth(device)
-        capability = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else torch.cuda.get_device_name(device)
-        ours = device.type == "cpu" and kernels.library() is not None
-        kernel = f"{'kernels/decode.cpp' if ours else 'scaled_dot_product_attention'}, {capability}"
+        kernel = kernels.description(device)
         print(
             f"  {cfg.dtype}, {kernel}, {torch.get_num_threads()} threads, read bandwidth {bandwidth / 1e9:.1f} GB/s", flush=True
         )

@@ -59,6 +59,14 @@ def library():
         return None
 
 
+def description(device):
+    """What attends on this device, and what the device can do: "kernels/decode.cpp, AVX2"."""
+    if device.type == "cuda":
+        return f"scaled_dot_product_attention, {torch.cuda.get_device_name(device)}"
+    ours = "kernels/decode.cpp" if library() is not None else "scaled_dot_product_attention"
+    return f"{ours}, {torch.backends.cpu.get_cpu_capability()}"
+
+
 def run(*command):
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

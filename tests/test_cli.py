@@ -3,7 +3,9 @@
 import importlib
 import json
 import re
+import runpy
 
+import cloudpickle
 import pytest
 import torch
 from conftest import ROOT, TINY
@@ -456,3 +458,9 @@ def test_several_values_are_run_wherever_the_option_stands(call, cwd, place):
     args.insert(place, "-m")
     code, out, err = call("sample", *args)
     assert code == 1 and err.count("FAILED") == 2 and "missing.pt" in err
+
+
+@pytest.mark.parametrize("name", ["train", "uptrain", "calibrate", "eval", "retrieval"])
+def test_scripts_run_side_by_side_in_worker_processes(name):
+    """joblib sends a script's main() to its workers by value, with all that it names: torch.backends.cpu cannot travel."""
+    assert cloudpickle.dumps(runpy.run_path(str(ROOT / f"{name}.py"))["main"])
