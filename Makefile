@@ -63,12 +63,15 @@ WINDOWS ?= 128
 QUANT  = cache_dtype=float16
 CACHES = dense "fp8 cache.scale=one,layer,head" "fp8 cache.format=e5m2" "kivi cache.bits=8,4,3,2" "kivi cache.key_axis=token" \
          "kivi cache.residual=0 cache.key_axis=channel,token" "kvquant cache.bits=4,3,2 cache.outliers=0.01,0"
-through = for cache in $(CACHES); do $(PY) $(1) -m $(PARALLEL) $(QUANT) cache=$$cache || status=1; done
+# The same question with all tokens in codes but the newest ones: how much of a method's cost is that it rounds these?
+CODED  = "kivi cache.residual=0 cache.key_axis=channel,token" "kvquant cache.bits=3,2"
+through = for cache in $(or $(2),$(CACHES)); do $(PY) $(1) -m $(PARALLEL) $(QUANT) cache=$$cache || status=1; done
 
 quant: $(READY)  ## loss of the sweep's models through FP8, KIVI and KVQuant caches (WINDOWS=null: the whole split)
 	@status=0; \
 	$(PY) calibrate.py sweep=$(PRESET) || status=1; \
 	$(call through,eval.py sweep=$(PRESET) batches=[] windows=$(WINDOWS)); \
+	$(call through,eval.py sweep=$(PRESET) batches=[] newest=0$(comma)1$(comma)4$(comma)16$(comma)64 windows=16,$(CODED)); \
 	$(PY) analysis/quant_tables.py sweep=$(PRESET) || status=1; exit $$status
 
 recall: $(READY)  ## models that look keys up over 1,024 tokens, and how often they still do through each cache
@@ -83,6 +86,7 @@ quant-pretrained: pretrained  ## SmolLM2-135M through each cache: perplexity at 
 	@status=0; \
 	$(PY) calibrate.py ckpt=smollm2.pt tokens=8192 || status=1; \
 	$(call through,eval.py ckpt=smollm2.pt batches=[] window=2048 windows=4); \
+	$(call through,eval.py ckpt=smollm2.pt batches=[] newest=0$(comma)4$(comma)32$(comma)128$(comma)512 window=2048 windows=1,$(CODED)); \
 	$(call through,retrieval.py ckpt=smollm2.pt); \
 	$(PY) analysis/quant_tables.py || status=1; exit $$status
 

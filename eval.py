@@ -32,6 +32,7 @@ from calibrate import calibrate_for
 from cli import InputError, script
 from data.tokenizer import tokenizer_from
 from decoding import cache_config, generate, make_cache
+from kv_cache.dense import DenseConfig
 from kv_cache.kvquant import KVQuantConfig
 from kv_cache.quantised import QuantisedCache
 from model import GPT, rng, rotate
@@ -99,11 +100,11 @@ def stored_error(model, x, cache):
 
 
 @torch.no_grad()
-def evaluate_cached(model, tokens, T, new_cache):
+def evaluate_cached(model, tokens, T, new_cache, newest=None):
     """
     What generation would see: the windows of T tokens that stream.evaluate takes, but with keys and values that have been
-    through a cache; each token attends to what the cache would hold at its position. `new_cache(model, tokens, batch)` makes
-    an empty one. Returns a plain dict: the loss in nats a token, uncached and through the cache; the Kullback-Leibler
+    through a cache; each token attends to what the cache would hold at its position, but for its `newest` tokens, if given
+    (Newest). `new_cache(model, tokens, batch)` makes an empty one. Returns a plain dict: the loss in nats a token, uncached and through the cache; the Kullback-Leibler
     divergence of the cached predictions from the uncached ones, in nats a token; the bits a number takes in a full window's
     cache, everything counted; and for a quantised cache stored_error on eight windows.
     """
@@ -113,7 +114,9 @@ def evaluate_cached(model, tokens, T, new_cache):
     for x, y in tqdm(batches, desc="loss through the cache", unit="batch", disable=None, leave=False):
         x, y = x.to(device), y.to(device).flatten()
         cache = new_cache(model, T, len(x))
-        logits = model(x, cache=cache)[0].float().log_softmax(dim=-1).flatten(0, 1)  # [B*T, V]
+        logits = (
+            model(x, cache=cache if newest is None else Newest(cache, newest))[0].float().log_softmax(dim=-1).flatten(0, 1)
+        )  # [B*T, V]
         wanted = model(x)[0].float().log_softmax(dim=-1).flatten(0, 1)
         loss += F.nll_loss(logits, y, reduction="sum").item()
         uncached += F.nll_loss(wanted, y, reduction="sum").item()
@@ -128,6 +131,34 @@ def evaluate_cached(model, tokens, T, new_cache):
     return {
         **errors, "val_loss": uncached / n, "val_loss_cached": loss / n, "val_kl": divergence / n, "bits_per_value": bits / numbers,
     }  # fmt: skip
+
+
+class Newest:
+    """
+    For a question, not for use: a quantised cache of which each token sees the codes, except of its `newest` tokens (itself
+    the first of them), which it sees exactly. How far the loss falls with `newest` tells how near the tokens lie that a
+    model must not have rounded. One pass over whole sequences; memory grows with their square.
+    """
+
+    def __init__(self, cache, newest):
+        self.cache, self.newest = cache, newest
+        self.rotates, self.position, self.length = cache.rotates, cache.position, 0
+
+    def attend(self, layer, q, k, v):
+        cache, T = self.cache, q.size(2)
+        cache.attend(layer, q, k, v)
+        borders = cache.blocks(T)
+        coded_k, coded_v = (torch.cat([x(layer, *at) for at in borders], dim=2) for x in (cache.keys, cache.values))
+        if cache.rotates:
+            k = rotate(k, *(x[:T] for x in cache.rotary[1:]))
+        at = torch.arange(T, device=q.device)
+        age = at[:, None] - at  # [T, T]
+        rows = q.float().unflatten(1, (cache.n_kv, -1)) / q.size(-1) ** 0.5  # [B, n_kv, group, T, hd]
+        k, v, coded_k, coded_v = (x.float()[:, :, None] for x in (k, v, coded_k, coded_v))  # [B, n_kv, 1, T, hd]
+        near = age < self.newest
+        scores = torch.where(near, rows @ k.mT, rows @ coded_k.mT).masked_fill_(age < 0, -torch.inf)
+        p = scores.softmax(dim=-1)  # [B, n_kv, group, T, T]
+        return ((p * near) @ v + (p * ~near) @ coded_v).flatten(1, 2).to(q.dtype)
 
 
 @torch.no_grad()
@@ -220,6 +251,7 @@ def evaluate_checkpoint(path, cfg, device):
         label += f"-{exact}"
     # What is measured on less than the whole split, or not timed, stands beside what is: under a name of its own
     name = f"eval-{was['name']}" + ("" if label == "dense" else f"-{label}")
+    name += f"-newest{cfg.newest}" if cfg.newest is not None else ""
     name += f"-{cfg.windows or 'all'}x{window}" if cfg.windows or cfg.window else ""
     name = cfg.name or name + ("" if cfg.batches else "-loss")
 
@@ -235,7 +267,7 @@ def evaluate_checkpoint(path, cfg, device):
     config = {
         "script": "eval", "sweep": was["sweep"], "name": name, "seed": checkpoint["seed"],
         "model": checkpoint["model_config"], "tokens": cfg.tokens, "prompt": cfg.prompt_tokens, "batches": cfg.batches,
-        "dtype": cfg.dtype, "window": cfg.window, "windows": cfg.windows,
+        "dtype": cfg.dtype, "window": cfg.window, "windows": cfg.windows, "newest": cfg.newest,
         "parent": {"name": was["name"], "script": was["script"], "iteration": checkpoint["iteration"]},
     }  # fmt: skip
     if label != "dense":
@@ -259,7 +291,7 @@ def evaluate_checkpoint(path, cfg, device):
         if label == "dense":
             losses = {"val_loss": evaluate(model, text, window=window)}
         else:
-            losses = evaluate_cached(model, text, window, new_cache)
+            losses = evaluate_cached(model, text, window, new_cache, cfg.newest)
         report_loss(losses, read)
 
         # a real generation of the checkpoint itself, inside its context
@@ -323,6 +355,7 @@ class Settings:
     source: str | None
     window: int | None
     windows: int | None
+    newest: int | None
     tokens: int
     prompt_tokens: int
     batches: list
@@ -349,6 +382,15 @@ class Settings:
         object.__setattr__(self, "cache", cache_config(self.cache))
         if self.cache is None:
             raise ValueError("cache=none is not allowed: there would be nothing to measure; cache=dense is the reference")
+        if self.newest is not None:
+            if self.newest < 0 or isinstance(self.cache, DenseConfig):
+                raise ValueError(
+                    f"newest={self.newest} is not allowed with cache={self.cache.label()}: 0 or more, with a quantised cache"
+                )
+            if self.batches:
+                raise ValueError(
+                    f"newest={self.newest} is a question to the loss, not a cache to time: batches=[] goes with it"
+                )
         if any(type(b) is not int or b < 1 for b in self.batches):
             raise ValueError(
                 f"batches={self.batches} is not allowed: a list of whole numbers, e.g. batches=[1,32], or [] for no timing"

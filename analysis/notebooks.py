@@ -7,7 +7,8 @@ Execute the notebooks on a sweep's runs. They are kept as plain scripts, analysi
     python analysis/notebooks.py notebook=budget        the one that only counts: it needs no runs
 
 Prints a line a notebook. Nothing is trained or measured. The same runs give the same files, byte for byte. Each execution
-is also a W&B run, analysis-<notebook>, with the figures. `quant` is left out where no quantised cache has been measured.
+is also a W&B run, analysis-<notebook>, with the figures. `quant` and `retrieval` are left out where no quantised
+cache has been measured.
 """
 
 import json
@@ -31,8 +32,10 @@ FIGURES = {
     "cache": ("cache",),
     "speed": ("speed", "speed_batch"),
     "budget": ("budget", "budget_crossover", "budget_precision", "budget_parallel"),
-    "quant": ("quant", "quant_smollm2", "quant_axes", "quant_magnitudes", "quant_retrieval", "quant_passkey"),
+    "quant": ("quant", "quant_smollm2", "quant_newest", "quant_axes", "quant_magnitudes"),
+    "retrieval": ("quant_retrieval", "quant_passkey"),
 }
+QUANTISED = {"quant", "retrieval"}  # of what went through quantised caches, if anything did
 WITHOUT_RUNS = ("budget",)  # it counts, and reads no run
 SECONDS = 300  # for a cell; it takes a few on a laptop
 
@@ -152,16 +155,16 @@ def main():
         if set(names) - set(WITHOUT_RUNS):
             if runs.empty:
                 raise ValueError("no runs")
-            if names != ["quant"]:
+            if set(names) - QUANTISED:
                 sweep_table(runs)
     except ValueError as error:
         print(f"error: runs/{sweep}: {error}; `make sweep PRESET={sweep}` makes them", file=sys.stderr)
         sys.exit(2)
-    if "quant" in names:
+    if left_out := QUANTISED.intersection(names):
         found, missing = quant_tables.load(sweep, ROOT / "runs")
         if not found:
-            print(f"quant: left out; {'; '.join(missing)}", file=sys.stderr)
-            names.remove("quant")
+            print(f"{', '.join(sorted(left_out))}: left out; {'; '.join(missing)}", file=sys.stderr)
+            names = [name for name in names if name not in QUANTISED]
     failed = False
     with ThreadPoolExecutor(max(1, len(names))) as pool:  # most of a notebook's time is one kernel's imports
         for name, (line, worked) in zip(names, pool.map(lambda name: make(name, sweep), names), strict=True):

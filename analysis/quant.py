@@ -8,11 +8,11 @@
 # # Quantised caches: how few bits a key and a value need
 #
 # Fewer key-value heads make the cache smaller by sharing. Fewer bits make it smaller by rounding, and the two multiply.
-# **How many bits can go before it shows, does it show sooner with fewer heads, and where does it show: in the loss, or only
-# when one exact token has to be found again?**
+# **How many bits can go before the loss shows it, does it show sooner with fewer heads, and which tokens must stay exact?**
+# Whether one exact token is still found is asked in [retrieval](retrieval.ipynb).
 #
-# Nothing is measured here: this notebook reads what `eval.py cache=…`, `retrieval.py cache=…` and `calibrate.py` left.
-# Every result in its text is computed from that.
+# Nothing is measured here: this notebook reads what `eval.py cache=…` and `calibrate.py` left. Every result in its text is
+# computed from that.
 
 # %%
 import sys
@@ -32,8 +32,8 @@ from storage import calibration_path
 found, missing = q.load(f.SWEEP, f.RUNS)
 if not found:
     raise ValueError("; ".join(missing))
-quant, retrieval = q.tables_of(found)
-quant, retrieval = (t.assign(name=[q.name_of(row) for row in t.itertuples()]) for t in (quant, retrieval))
+quant, newest, _ = q.tables_of(found)
+quant = quant.assign(name=[q.name_of(row) for row in quant.itertuples()])
 losses = quant[quant.sweep == f.SWEEP]  # tiny models, several seeds
 large = quant[quant.sweep == "pretrained"].reset_index(drop=True) if f.SWEEP != "pretrained" else quant[:0]
 kinds = sorted(losses.n_kv.unique(), reverse=True)
@@ -246,6 +246,53 @@ if len(large):
 f.say("\n".join(lines) if lines else "SmolLM2 has not been measured.")
 
 # %% [markdown]
+# ## Which tokens must not be rounded
+#
+# KIVI never rounds the newest tokens, KVQuant and fp8 round every one. How much of their difference is that? `newest=n`
+# asks the loss: every key and value is coded, with no window at all, but each token sees its n newest tokens exactly. At 0
+# the codes alone are compared.
+
+# %%
+ROUNDED = (  # name, its rows, look
+    ("KIVI, keys by channel", {"method": "kivi", "bits": 2, "key_axis": "channel"}, ("#0072B2", "o", "-")),
+    ("KIVI, keys by token", {"method": "kivi", "bits": 2, "key_axis": "token"}, ("#56B4E9", "v", "-.")),
+    ("KVQuant, 2 bits", {"method": "kvquant", "bits": 2}, ("#D55E00", "s", "--")),
+    ("KVQuant, 3 bits", {"method": "kvquant", "bits": 3}, ("#CC79A7", "D", ":")),
+)
+panels = [((f.SWEEP, n_kv), rows) for n_kv, rows in sorted(newest[newest.sweep == f.SWEEP].groupby("n_kv"), reverse=True)]
+panels += [(("pretrained", n_kv), rows) for n_kv, rows in newest[newest.sweep == "pretrained"].groupby("n_kv")]
+if panels:
+    fig, axes = plt.subplots(1, len(panels), figsize=(f.WIDTH, 4), sharey=True, squeeze=False)
+    for ax, ((sweep, n_kv), rows) in zip(axes[0], panels, strict=True):
+        for _, options, (color, marker, dashes) in ROUNDED:
+            points = [(n, *tables.interval(same.difference)) for n, same in pick(rows, **options).groupby("newest")]
+            if points:
+                x, y, half = (np.array(values, dtype=float) for values in zip(*points, strict=True))
+                ax.errorbar(
+                    x, y, yerr=None if np.isnan(half).all() else half, color=color, marker=marker, linestyle=dashes, capsize=3
+                )
+        ax.set_title("SmolLM2-135M" if sweep == "pretrained" else f.label(n_kv, n_head[sweep]), fontsize=11)
+        ax.set_xscale("symlog", base=2, linthresh=1)
+        ax.set_xticks(sorted(rows.newest.unique()), [f"{n:,}" for n in sorted(rows.newest.unique())], fontsize=9)
+        ax.xaxis.set_minor_locator(plt.NullLocator())
+    change_axis(axes[0][0], newest.difference, q.MARGIN)
+    axes[0][0].set_ylabel("change of the loss, nats a token")
+    fig.supxlabel("newest tokens seen exactly", fontsize=11)
+    handles = [
+        plt.Line2D([], [], color=color, marker=marker, linestyle=dashes, label=name)
+        for name, _, (color, marker, dashes) in ROUNDED
+    ]
+    fig.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
+    fig.suptitle("All tokens in codes but the newest ones")
+    f.show(fig, "quant_newest")
+for sweep, rows in newest.groupby("sweep", sort=False):
+    header, *lines = q.newest_summary(rows)
+    f.say(f"**{sweep}**: {q.conditions(rows)}.")
+    f.say_table(header, *lines)
+if not panels:
+    f.say("Not measured: `eval.py newest=…`.")
+
+# %% [markdown]
 # ## Keys by channel, or by token
 #
 # KIVI's claim: keys have channels that are large in every token, so a scale should belong to a channel; a scale that
@@ -403,72 +450,6 @@ if drawn:
         line[0].set_ylabel(f"{title}, layer {picture['layer']}\nchannel", fontsize=10)
     fig.suptitle("Magnitudes, a scale a panel; white lines part the KV heads")
     f.show(fig, "quant_magnitudes")
-
-# %% [markdown]
-# ## Is it still found?
-#
-# A loss is an average over all tokens, and most tokens need nothing from far away. Recall needs exactly one: the models of
-# the sweep `recall` have to find a key's value among 48 pairs, at a distance. SmolLM2 has to say a five-digit pass key that
-# was hidden in a text.
-
-# %%
-recall, passkey = retrieval[retrieval.task == "recall"], retrieval[retrieval.task == "passkey"]
-if len(recall):
-    heads = sorted(recall.n_kv.unique(), reverse=True)
-    caches = recall.name.nunique()
-    fig, axes = plt.subplots(
-        len(heads), 1, figsize=(f.WIDTH, 1.2 + len(heads) * (0.45 + 0.24 * caches)), sharex=True, squeeze=False
-    )
-    for ax, n_kv in zip(axes[:, 0], heads, strict=True):
-        mine = recall[recall.n_kv == n_kv]
-        image, cells = f.heat(ax, mine, "name", ["distance"], "accuracy")
-        ax.set_xticks(range(cells.shape[1]), [f"{d:,}" for d in cells.columns])
-        ax.set_title(
-            f"{f.label(n_kv, n_head['recall'] if 'recall' in n_head else n_head[f.SWEEP])}, {mine.seed.nunique()} seeds"
-        )
-    axes[-1][0].set_xlabel("distance from the key to the query, tokens")
-    fig.colorbar(image, ax=axes[:, 0], label="found", pad=0.02, format=lambda v, _: f"{v:.0%}", aspect=30)
-    fig.suptitle("Associative recall through quantised caches: found, %")
-    f.show(fig, "quant_retrieval")
-if len(passkey):
-    caches = passkey.name.nunique()
-    fig, ax = plt.subplots(figsize=(f.WIDTH, 1.7 + 0.33 * caches))
-    image, cells = f.heat(ax, passkey, "name", ["length", "depth"], "accuracy")
-    ax.set_xticks(range(cells.shape[1]), [f"{depth:g}" for _, depth in cells.columns], fontsize=9)
-    lengths = [length for length, _ in cells.columns]
-    for length in dict.fromkeys(lengths):
-        at = [i for i, n in enumerate(lengths) if n == length]
-        ax.text(sum(at) / len(at), 1.01, f"{length:,} tokens", ha="center", va="bottom", transform=ax.get_xaxis_transform())
-        if at[0]:
-            ax.axvline(at[0] - 0.5, color="white", linewidth=4)
-    ax.set_xlabel("depth: 0 = right at the beginning, 1 = right before the question")
-    fig.colorbar(image, ax=ax, label="found", pad=0.02, format=lambda v, _: f"{v:.0%}")
-    fig.suptitle("SmolLM2-135M, pass keys: found, %")
-    f.show(fig, "quant_passkey")
-
-# %%
-for task, rows in retrieval.groupby("task", sort=False):
-    header, *lines = (q.passkey_summary if task == "passkey" else q.recall_summary)(rows)
-    f.say_table(header, *lines)
-rows = []
-for sweep, measured in retrieval.groupby("sweep", sort=False):
-    for n_kv in sorted(measured.n_kv.unique(), reverse=True):
-        mine = measured[measured.n_kv == n_kv]
-        who = "SmolLM2" if sweep == "pretrained" else f"{sweep}, {f.label(n_kv, n_head[sweep])}"
-        dense = q.accuracy(mine[mine.method == "dense"])
-        for name, same in mine[mine.method != "dense"].groupby("name", sort=False):
-            paired = 100 * (q.accuracy(same) - dense).dropna()
-            said = (
-                "as many as dense"
-                if (paired == 0).all()
-                else f"{tables.with_interval(paired, 1, True)} points, {tables.verdict(paired)}"
-            )
-            rows.append([who, name, said if len(paired) else "nothing to compare with: `retrieval.py cache=dense`"])
-if rows:
-    f.say("The share found, against the dense cache of the same weights on the same prompts:")
-    f.say_table(["model", "cache", "found"], *rows)
-else:
-    f.say("No retrieval has been measured through a quantised cache.")
 
 # %% [markdown]
 # ## Speed

@@ -1,5 +1,6 @@
 """
-What quantised caches cost in loss and retrieval: results/quant.csv, results/retrieval.csv, the README's tables, on the terminal.
+What quantised caches cost in loss and retrieval: results/quant.csv, results/quant_newest.csv, results/retrieval.csv, the
+README's tables, on the terminal.
 
     python analysis/quant_tables.py                  the sweep cpu, and recall and pretrained where they are -> results/, README.md
     python analysis/quant_tables.py sweep=smoke      another sweep, alone -> runs/smoke/results/, README untouched
@@ -37,6 +38,7 @@ QUANT_COLUMNS = [
     "val_kl", "bits_per_value", "key_error", "value_error",
     "corpus", "commit", "machine",
 ]  # fmt: skip
+NEWEST_COLUMNS = [*WHAT, "newest", *QUANT_COLUMNS[len(WHAT) :]]
 RETRIEVAL_COLUMNS = [*WHAT, "task", "length", "depth", "distance", "accuracy", "examples", "commit", "machine"]
 
 
@@ -55,21 +57,26 @@ def measured(runs, job, key):
     """The finished runs of one script with a result `key`, those that go by their own name (name=… keeps others apart)."""
     for run in runs.to_dict("records"):
         if run["job_type"] == job and run["state"] == "finished" and key in run and isinstance(run.get("cache"), str):
-            own = rf"{job}-{run.get('parent.name')}-{re.escape(run['cache'])}(-(\d+|all)x\d+)?(-loss)?"
+            own = rf"{job}-{run.get('parent.name')}-{re.escape(run['cache'])}(-newest\d+)?(-(\d+|all)x\d+)?(-loss)?"
             if re.fullmatch(own, run["name"]) and run.get("parent.script") != "uptrain" and not pd.isna([run[key]]).all():
                 yield run
 
 
-def quant_table(runs):
-    """One row a (model, cache) whose loss was measured through the cache. ValueError for rows that share no table."""
+def quant_table(runs, columns=QUANT_COLUMNS):
+    """
+    One row a (model, cache) whose loss was measured through the cache, or, with NEWEST_COLUMNS, a (model, cache, newest) for
+    which it was with the newest tokens exact. ValueError for rows that share no table.
+    """
     rows = []
     for run in measured(runs, "eval", "val_loss_cached"):
-        row = {key: run.get(key) for key in QUANT_COLUMNS} | what(run, run["cache"])
+        if pd.isna(run.get("newest")) == ("newest" in columns):
+            continue
+        row = {key: run.get(key) for key in columns} | what(run, run["cache"])
         row["window"] = run.get("model.block_size") if pd.isna(run.get("window")) else run["window"]
         row["difference"] = run["val_loss_cached"] - run["val_loss"]
         row["perplexity"], row["perplexity_cached"] = math.exp(run["val_loss"]), math.exp(run["val_loss_cached"])
         rows.append(row)
-    table = in_order(pd.DataFrame(rows, columns=QUANT_COLUMNS))
+    table = in_order(pd.DataFrame(rows, columns=columns))
     # losses of different texts are not compared: what most runs have read counts
     if len(table):
         read = list(zip(table.window, table.windows.fillna(0), strict=True))
@@ -77,6 +84,10 @@ def quant_table(runs):
     if table.corpus.nunique() > 1:
         raise ValueError(f"runs on different corpora ({', '.join(sorted(table.corpus.unique()))}) never share a table")
     return table
+
+
+def newest_table(runs):
+    return quant_table(runs, NEWEST_COLUMNS)
 
 
 def retrieval_table(runs):
@@ -96,7 +107,20 @@ def retrieval_table(runs):
 
 def in_order(table):
     """By model, then by cache: methods, many bits to few, the plain form before its variants."""
-    for column in ("n_kv", "seed", "bits", "group", "residual", "sink", "window", "windows", "length", "distance", "examples"):
+    for column in (
+        "n_kv",
+        "seed",
+        "bits",
+        "group",
+        "residual",
+        "sink",
+        "window",
+        "windows",
+        "newest",
+        "length",
+        "distance",
+        "examples",
+    ):
         if column in table:
             table[column] = pd.to_numeric(table[column]).astype("Int64")
     keys = pd.DataFrame({
@@ -104,7 +128,7 @@ def in_order(table):
         "format": table.format.astype(object).fillna(""), "scale": table.scale.map(["one", "layer", "head"].index, na_action="ignore"),
         "outliers": -pd.to_numeric(table.outliers), "pre_rope": table.pre_rope.eq(False), "axis": table.key_axis.astype(object).fillna(""),
         "values": table.value_axis.astype(object).fillna("token").ne("token"), "residual": (table.residual.fillna(32) - 32).abs(),
-        "cache": table.cache, "n_kv": -table.n_kv, "seed": table.seed,
+        "cache": table.cache, "newest": table.get("newest", 0), "n_kv": -table.n_kv, "seed": table.seed,
     })  # fmt: skip
     return table.loc[keys.sort_values(list(keys)).index].reset_index(drop=True)
 
@@ -191,6 +215,18 @@ def pretrained_summary(table):
     return lines
 
 
+def newest_summary(table):
+    """Rows of text: one row a (cache, n_kv), the mean change of the loss for each number of newest tokens that are exact."""
+    columns = sorted(table.newest.unique())
+    lines = [["cache", "n_kv", *(f"{n} exact" for n in columns)]]
+    for name, rows in by_cache(table):
+        for n_kv, some in sorted(rows.groupby("n_kv"), reverse=True):
+            changes = [some[some.newest == n].difference for n in columns]
+            cells = [with_interval(c, digits=4, sign=True) if len(c) else "–" for c in changes]
+            lines.append([name.replace(", no window", ""), str(n_kv), *cells])
+    return lines
+
+
 def accuracy(rows):
     """The mean accuracy of each model (n_kv, seed) over its places."""
     return rows.groupby(["n_kv", "seed"]).accuracy.mean()
@@ -250,13 +286,13 @@ def load(sweep, root=None):
 
 
 def tables_of(found):
-    """The tables of `load`'s sweeps, one below the other: (quant, retrieval)."""
-    both = []
-    for make, columns in ((quant_table, QUANT_COLUMNS), (retrieval_table, RETRIEVAL_COLUMNS)):
+    """The tables of `load`'s sweeps, one below the other: (quant, newest, retrieval)."""
+    tables = []
+    for make, columns in ((quant_table, QUANT_COLUMNS), (newest_table, NEWEST_COLUMNS), (retrieval_table, RETRIEVAL_COLUMNS)):
         parts = [part for part in map(make, found.values()) if len(part)]
         rows = [row for part in parts for row in part.to_dict("records")]
-        both.append(in_order(pd.DataFrame(rows, columns=columns)))
-    return both
+        tables.append(in_order(pd.DataFrame(rows, columns=columns)))
+    return tables
 
 
 def main():
@@ -268,7 +304,7 @@ def main():
     if not found:
         return
     try:
-        quant, retrieval = tables_of(found)
+        quant, newest, retrieval = tables_of(found)
     except ValueError as error:
         print(f"error: runs/{sweep}: {error}", file=sys.stderr)
         sys.exit(2)
@@ -280,6 +316,8 @@ def main():
         print(f"\n{name}\n{as_text(lines)}\n\n{note}")
         key = {"cpu": "quant", "pretrained": "quant-smollm2"}.get(name, f"quant-{name}")
         blocks[key] = f"{as_markdown(lines)}\n\n<sub>{note}</sub>"
+    for name, rows in newest.groupby("sweep", sort=False):
+        print(f"\n{name}, the newest tokens exact\n{as_text(newest_summary(rows))}\n\n{conditions(rows)}")
     found_there = []
     for task, rows in retrieval.groupby("task", sort=False):
         lines = (passkey_summary if task == "passkey" else recall_summary)(rows)
@@ -290,7 +328,7 @@ def main():
     if found_there:
         blocks["retrieval"] = "\n\n".join(found_there)
     written = []
-    for name, table in (("quant", quant), ("retrieval", retrieval)):
+    for name, table in (("quant", quant), ("quant_newest", newest), ("retrieval", retrieval)):
         if len(table):
             table.to_csv(out / f"{name}.csv", index=False)
             written.append(f"{name}.csv")

@@ -123,6 +123,7 @@ class KIVICache(QuantisedCache):
             ys.append(super().append(layer, q[:, :, piece], k[:, :, piece], v[:, :, piece], held))
             start = self.flush(layer, held, held + n, start)
             done += n
+        self.reading = self.packed(past + t), start  # what `keys` and `values` read until more comes
         if layer == self.n_layer - 1:
             self.settle(past + t, start)
         return ys[0] if len(ys) == 1 else torch.cat(ys, dim=2)

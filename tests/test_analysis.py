@@ -273,7 +273,7 @@ def test_the_notebooks_on_known_runs(copy, executed):
     assert "100.0% |" in speed and "| machine | abacus |" in speed
     figures = copy / "results" / "figures"
     assert {p.name for p in figures.iterdir()} == {f"{n}.png" for name in NOTEBOOKS for n in notebooks.FIGURES[name]}
-    assert "quant: left out; runs/cpu: nothing measured through a quantised cache" in done.stderr
+    assert "quant, retrieval: left out; runs/cpu: nothing measured through a quantised cache" in done.stderr
 
     files = [copy / "analysis" / "cache.ipynb", figures / "cache.png"]
     before = [path.read_bytes() for path in files]

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from calibrate import collect, turned
 from decoding import cache_config, make_cache
-from eval import evaluate_cached
+from eval import Newest, evaluate_cached
 from kv_cache.kvquant import datatype, fit, fit_key
 from storage import digest, load_checkpoint, load_model
 
@@ -333,3 +333,46 @@ def test_the_loss_through_the_cache_is_that_of_tokens_fed_one_by_one(options, di
     assert abs(measured["val_loss_cached"] - loss / n) < 1e-5 and abs(measured["val_kl"] - divergence / n) < 1e-5
     if options["name"] != "kvquant":  # whose tables are counted once for both windows there
         assert measured["bits_per_value"] == pytest.approx(bits)
+
+
+@pytest.mark.parametrize(
+    "options", [{"name": "fp8"}, {"name": "kivi", "residual": 0, "group": 4}, {"name": "kvquant", "bits": 2}]
+)
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("n_kv", [8, 2, 1])
+def test_newest_tokens_are_exact_and_all_others_codes(options, dialect, n_kv):
+    """Against attention written out in float64, one query at a time; n = 0 codes all of them, n = T none."""
+    model, config, T, hd = small_model(n_kv, dialect), cache_config(options), 16, 8
+    draw = torch.Generator().manual_seed(0)
+    keys, values, dk, dv = (torch.randn(500, n_kv * hd, generator=draw) for _ in range(4))
+    fits = [fit(keys, values, dk.square(), dv.square(), (2,), 0.01)[0]] * 2
+    found = {"fits": {fit_key(2, 0.01, True): fits}}
+
+    def new_cache(model, tokens, batch):
+        return make_cache(model, tokens, batch, torch.float32, config, found)
+
+    q = torch.randn(2, 8, T, hd, generator=draw)
+    k, v = (torch.randn(2, n_kv, T, hd, generator=draw) for _ in range(2))
+    plain = new_cache(model, T, 2)
+    for layer in range(2):
+        plain.attend(layer, q, k, v)
+    for n in (0, 1, 3, T):
+        coded = new_cache(model, T, 2)
+        y = Newest(coded, n).attend(0, q, k, v).double()
+        turned_k = turn(k, model.config.rope_base) if coded.rotates else k
+        near, far = (turned_k, v), [torch.cat([x(0, *at) for at in plain.blocks(T)], 2) for x in (plain.keys, plain.values)]
+        for h in range(8):
+            kv = h * n_kv // 8
+            for i in range(T):
+                sees = [near if i - j < n else far for j in range(i + 1)]
+                ks, vs = (torch.stack([s[which][:, kv, j] for j, s in enumerate(sees)], 1).double() for which in (0, 1))
+                weights = (torch.einsum("bd,btd->bt", q[:, h, i].double(), ks) / hd**0.5).softmax(dim=1)
+                assert torch.allclose(y[:, h, i], torch.einsum("bt,btd->bd", weights, vs), atol=1e-5)
+    text = tokens(1, 33)[0].numpy().astype(np.uint16)
+    all_exact = evaluate_cached(model, text, 16, new_cache, newest=16)
+    assert abs(all_exact["val_loss_cached"] - all_exact["val_loss"]) < 1e-5
+
+
+@pytest.mark.parametrize("wrong", ["newest=-1 cache=fp8 batches=[]", "newest=2 batches=[]", "newest=2 cache=fp8"])
+def test_newest_is_refused_where_it_asks_nothing(call, mha, wrong):
+    refused(call("eval", *SMALL, "ckpt=mha.pt", *wrong.split()), wrong.split()[0])

@@ -32,7 +32,7 @@ CACHES = [  # a config, the bits a number, the change of the loss for each seed 
 ]
 
 
-def write_quantised(folder, parent, n_kv, seed, config, change, bits, uncached, script="train", **more):
+def write_quantised(folder, parent, n_kv, seed, config, change, bits, uncached, script="train", newest=None, **more):
     """What eval.py cache=… cache_dtype=float16 leaves."""
     label = f"{config.label()}-float16"
     summary = {
@@ -42,7 +42,8 @@ def write_quantised(folder, parent, n_kv, seed, config, change, bits, uncached, 
         "commit": "abc1234", "machine": "abacus", **more,
     }  # fmt: skip
     write(
-        folder / f"eval-{parent}-{label}", "eval", n_kv, seed, {}, summary, window=None, windows=128, dtype="float32",
+        folder / (f"eval-{parent}-{label}" + (f"-newest{newest}-loss" if newest is not None else "")),
+        "eval", n_kv, seed, {}, summary, window=None, windows=128, newest=newest, dtype="float32",
         parent={"name": parent, "script": script}, cache={"kind": label, "dtype": "float16", **vars(config)},
     )  # fmt: skip
 
@@ -80,6 +81,8 @@ def write_all(root):
             for config, bits, changes in CACHES:
                 change = changes[seed - 1] * (1 if n_kv == 8 else 2)
                 write_quantised(cpu, parent, n_kv, seed, config, change, bits, UNCACHED[seed])
+            for newest, change in ((0, 0.2 + 0.01 * seed), (16, 0.02)):
+                write_quantised(cpu, parent, n_kv, seed, CACHES[4][0], change, 3.2, UNCACHED[seed], newest=newest)
             found = {"dense-float16": 1.0, "kivi4-g32-r32-float16": 1.0, "kivi2-g32-r32-float16": 0.5 + 0.1 * seed}
             for label, share in found.items():
                 write_retrieval(
@@ -116,7 +119,11 @@ def both(copy):
 
 
 def test_a_row_a_model_and_cache(both):
-    quant, retrieval = both
+    quant, newest, retrieval = both
+    assert list(newest.columns) == quant_tables.NEWEST_COLUMNS and list(newest.newest) == [0] * 6 + [16] * 6
+    assert list(newest.difference[:3]) == pytest.approx([0.21, 0.22, 0.23]) and set(newest.n_kv[:3]) == {8}
+    _, eight, one = quant_tables.newest_summary(newest)
+    assert eight[:2] == ["KIVI, 2 bits", "8"] and eight[2].startswith("+0.2200 ±") and one[3].startswith("+0.0200 ±")
     assert list(quant.columns) == quant_tables.QUANT_COLUMNS and list(retrieval.columns) == quant_tables.RETRIEVAL_COLUMNS
     assert len(quant) == len(CACHES) * 7 and set(quant.sweep) == {"cpu", "pretrained"}
     row = quant[(quant.cache == "kivi2-g32-r32-float16") & (quant.n_kv == 8) & (quant.seed == 2)].iloc[0]
@@ -137,7 +144,7 @@ def test_a_row_a_model_and_cache(both):
 
 
 def test_the_caches_have_names_and_an_order(both):
-    quant, _ = both
+    quant, _, _ = both
     cpu = quant[quant.sweep == "cpu"]
     assert [name for name, _ in quant_tables.by_cache(cpu)] == [
         "fp8 e4m3", "KIVI, 4 bits", "KIVI, 2 bits", "KIVI, 2 bits, no window", "KIVI, 2 bits, keys by token",
@@ -207,7 +214,7 @@ def test_a_seed_that_is_missing_is_said(both):
 
 
 def test_the_pretrained_model_and_what_is_found(both):
-    quant, retrieval = both
+    quant, _, retrieval = both
     _, uncached, *lines = quant_tables.pretrained_summary(quant[quant.sweep == "pretrained"])
     assert uncached == ["none: uncached", "–", "–", f"{math.exp(3):.3f}", "–", "–"]
     by_name = {line[0]: line for line in lines}
@@ -245,7 +252,9 @@ def test_the_script_fills_results_and_readme(copy):
     assert done.returncode == 0 and done.stderr == "" and (copy / "README.md").read_text().count("old") == 3
     done = script(copy, "quant_tables.py")
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert "nothing measurable" in done.stdout and done.stdout.endswith("-> results/quant.csv, retrieval.csv and README.md\n")
+    assert "nothing measurable" in done.stdout and done.stdout.endswith(
+        "-> results/quant.csv, quant_newest.csv, retrieval.csv and README.md\n"
+    )
     text = (copy / "README.md").read_text()
     assert "old" not in text and text.count("prose") == 3
     parts = {b: text.partition(f"<!-- {b} -->")[2].partition(f"<!-- /{b} -->")[0] for b in blocks}
@@ -307,11 +316,17 @@ def test_the_notebook_on_known_runs(copy, tmp_path):
     assert "| SmolLM2-135M | 1 | 3 | 10.0, at most 10.0 | 5.0, at most 5.0 | 1.0, at most 1.0 |" in text
     assert "| cpu, n_kv 8 | 3 | 3 | 10.0, at most 10.0 | – | 1.0, at most 1.0 |" in text
     assert "further than 3 median channels: keys in 9 of 9; values in 0 of 9" in text
-    assert "| recall, MHA (n_kv 8) | KIVI, 4 bits | as many as dense |" in text
-    assert "| SmolLM2 | KIVI, 2 bits | -50.0 points, one seed: no verdict |" in text
+    assert "| KIVI, 2 bits | 8 | +0.2200 ±" in text
     assert "Not measured yet." in text
     figures = {path.stem for path in (copy / "results" / "figures").iterdir()}
     assert figures == set(notebooks.FIGURES["quant"])
+
+    done = script(copy, "notebooks.py", "wandb=disabled", "notebook=retrieval", home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = outputs(copy / "analysis" / "retrieval.ipynb")
+    assert "| recall, MHA (n_kv 8) | KIVI, 4 bits | as many as dense |" in text
+    assert "| SmolLM2 | KIVI, 2 bits | -50.0 points, one seed: no verdict |" in text
+    assert {path.stem for path in (copy / "results" / "figures").iterdir()} - figures == set(notebooks.FIGURES["retrieval"])
 
 
 def test_the_notebook_says_what_it_lacks(tmp_path):
@@ -335,10 +350,12 @@ def test_the_notebook_says_what_it_lacks(tmp_path):
     text = outputs(sweep / "results" / "quant.ipynb")
     assert "*Not here:* pictures of smoke; `python calibrate.py sweep=smoke again=true` makes them." in text
     assert "one seed: no verdict" in text and "SmolLM2 has not been measured" in text
-    assert "No retrieval has been measured" in text and "Only one of the two has been measured" in text
+    assert "Only one of the two has been measured" in text and "Not measured: `eval.py newest=…`" in text
     assert "| 8 | 32 | kivi2-g32-r32-float16 | 1,600 | 1.50x | 19 + 1.0 | 8.00x |" in text
     assert "n_kv 8, batch 32: the fastest beside it is kivi2-g32-r32-float16, 1.50x." in text
     assert {path.stem for path in (sweep / "results" / "figures").iterdir()} == {"quant"}
+    done = script(tmp_path, "notebooks.py", "sweep=smoke", "wandb=disabled", "notebook=retrieval", home=tmp_path)
+    assert done.returncode == 0 and "No retrieval has been measured" in outputs(sweep / "results" / "retrieval.ipynb")
 
 
 def test_a_sweep_without_quantised_caches_is_no_failure(tmp_path, monkeypatch, capsys):
@@ -346,22 +363,24 @@ def test_a_sweep_without_quantised_caches_is_no_failure(tmp_path, monkeypatch, c
     monkeypatch.setattr(notebooks, "ROOT", tmp_path)
     monkeypatch.setattr(notebooks, "make", lambda name, sweep: (made.append(name) or f"{name}: made", True))
     write_training(tmp_path / "runs" / "smoke", 8, 1)
-    for words, wanted in ((["notebook=quant"], []), ([], ["loss", "cache", "speed", "budget"])):
+    for words, wanted in ((["notebook=quant"], []), (["notebook=retrieval"], []), ([], ["loss", "cache", "speed", "budget"])):
         monkeypatch.setattr(sys, "argv", ["notebooks.py", "sweep=smoke", "wandb=disabled", *words])
         with pytest.raises(SystemExit) as stop:
             notebooks.main()
         assert stop.value.code == 0 and made == wanted
         err = capsys.readouterr().err
+        who = words[0].partition("=")[2] if words else "quant, retrieval"
         assert err.splitlines() == [
-            "quant: left out; runs/smoke: nothing measured through a quantised cache; `make quant PRESET=smoke` makes them"
+            f"{who}: left out; runs/smoke: nothing measured through a quantised cache; `make quant PRESET=smoke` makes them"
         ]
 
 
-def test_script_and_notebook_are_the_same():
-    path = ROOT / "analysis" / "quant.ipynb"
+@pytest.mark.parametrize("name", ["quant", "retrieval"])
+def test_script_and_notebook_are_the_same(name):
+    path = ROOT / "analysis" / f"{name}.ipynb"
     if not path.exists():
         pytest.skip("not executed yet: make analysis")
-    built, kept = notebooks.build("quant"), json.loads(path.read_text())
+    built, kept = notebooks.build(name), json.loads(path.read_text())
     assert [(c.id, c.cell_type, c.source) for c in built.cells] == [
         (c["id"], c["cell_type"], "".join(c["source"])) for c in kept["cells"]
     ]
