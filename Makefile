@@ -72,6 +72,7 @@ quant: $(READY)  ## loss of the sweep's models through FP8, KIVI and KVQuant cac
 	$(PY) calibrate.py sweep=$(PRESET) || status=1; \
 	$(call through,eval.py sweep=$(PRESET) batches=[] windows=$(WINDOWS)); \
 	$(call through,eval.py sweep=$(PRESET) batches=[] newest=0$(comma)1$(comma)4$(comma)16$(comma)64 windows=16,$(CODED)); \
+	$(call through,eval.py sweep=$(PRESET) batches=[] newest=16 exact=keys$(comma)values windows=16,$(CODED)); \
 	$(PY) analysis/quant_tables.py sweep=$(PRESET) || status=1; exit $$status
 
 recall: $(READY)  ## models that look keys up over 1,024 tokens, and how often they still do through each cache
@@ -87,6 +88,7 @@ quant-pretrained: pretrained  ## SmolLM2-135M through each cache: perplexity at 
 	$(PY) calibrate.py ckpt=smollm2.pt tokens=8192 || status=1; \
 	$(call through,eval.py ckpt=smollm2.pt batches=[] window=2048 windows=4); \
 	$(call through,eval.py ckpt=smollm2.pt batches=[] newest=0$(comma)4$(comma)32$(comma)128$(comma)512 window=2048 windows=1,$(CODED)); \
+	$(call through,eval.py ckpt=smollm2.pt batches=[] newest=32 exact=keys$(comma)values window=2048 windows=1,$(CODED)); \
 	$(call through,retrieval.py ckpt=smollm2.pt); \
 	$(PY) analysis/quant_tables.py || status=1; exit $$status
 

@@ -100,11 +100,11 @@ def stored_error(model, x, cache):
 
 
 @torch.no_grad()
-def evaluate_cached(model, tokens, T, new_cache, newest=None):
+def evaluate_cached(model, tokens, T, new_cache, newest=None, exact=None):
     """
     What generation would see: the windows of T tokens that stream.evaluate takes, but with keys and values that have been
-    through a cache; each token attends to what the cache would hold at its position, but for its `newest` tokens, if given
-    (Newest). `new_cache(model, tokens, batch)` makes an empty one. Returns a plain dict: the loss in nats a token, uncached and through the cache; the Kullback-Leibler
+    through a cache; each token attends to what the cache would hold at its position, but for its `newest` tokens, if given,
+    and `exact` ones (Newest). `new_cache(model, tokens, batch)` makes an empty one. Returns a plain dict: the loss in nats a token, uncached and through the cache; the Kullback-Leibler
     divergence of the cached predictions from the uncached ones, in nats a token; the bits a number takes in a full window's
     cache, everything counted; and for a quantised cache stored_error on eight windows.
     """
@@ -115,7 +115,10 @@ def evaluate_cached(model, tokens, T, new_cache, newest=None):
         x, y = x.to(device), y.to(device).flatten()
         cache = new_cache(model, T, len(x))
         logits = (
-            model(x, cache=cache if newest is None else Newest(cache, newest))[0].float().log_softmax(dim=-1).flatten(0, 1)
+            model(x, cache=cache if newest is None else Newest(cache, newest, exact))[0]
+            .float()
+            .log_softmax(dim=-1)
+            .flatten(0, 1)
         )  # [B*T, V]
         wanted = model(x)[0].float().log_softmax(dim=-1).flatten(0, 1)
         loss += F.nll_loss(logits, y, reduction="sum").item()
@@ -136,12 +139,13 @@ def evaluate_cached(model, tokens, T, new_cache, newest=None):
 class Newest:
     """
     For a question, not for use: a quantised cache of which each token sees the codes, except of its `newest` tokens (itself
-    the first of them), which it sees exactly. How far the loss falls with `newest` tells how near the tokens lie that a
-    model must not have rounded. One pass over whole sequences; memory grows with their square.
+    the first of them), and of all `exact` ("keys" or "values"), which it sees exactly. How far the loss falls with `newest`
+    tells how near the tokens lie that a model must not have rounded. One pass over whole sequences; memory grows with their
+    square.
     """
 
-    def __init__(self, cache, newest):
-        self.cache, self.newest = cache, newest
+    def __init__(self, cache, newest, exact=None):
+        self.cache, self.newest, self.exact = cache, newest, exact
         self.rotates, self.position, self.length = cache.rotates, cache.position, 0
 
     def attend(self, layer, q, k, v):
@@ -154,6 +158,7 @@ class Newest:
         at = torch.arange(T, device=q.device)
         age = at[:, None] - at  # [T, T]
         rows = q.float().unflatten(1, (cache.n_kv, -1)) / q.size(-1) ** 0.5  # [B, n_kv, group, T, hd]
+        coded_k, coded_v = k if self.exact == "keys" else coded_k, v if self.exact == "values" else coded_v
         k, v, coded_k, coded_v = (x.float()[:, :, None] for x in (k, v, coded_k, coded_v))  # [B, n_kv, 1, T, hd]
         near = age < self.newest
         scores = torch.where(near, rows @ k.mT, rows @ coded_k.mT).masked_fill_(age < 0, -torch.inf)
@@ -251,7 +256,7 @@ def evaluate_checkpoint(path, cfg, device):
         label += f"-{exact}"
     # What is measured on less than the whole split, or not timed, stands beside what is: under a name of its own
     name = f"eval-{was['name']}" + ("" if label == "dense" else f"-{label}")
-    name += f"-newest{cfg.newest}" if cfg.newest is not None else ""
+    name += f"-newest{cfg.newest}{cfg.exact or ''}" if cfg.newest is not None else ""
     name += f"-{cfg.windows or 'all'}x{window}" if cfg.windows or cfg.window else ""
     name = cfg.name or name + ("" if cfg.batches else "-loss")
 
@@ -267,7 +272,7 @@ def evaluate_checkpoint(path, cfg, device):
     config = {
         "script": "eval", "sweep": was["sweep"], "name": name, "seed": checkpoint["seed"],
         "model": checkpoint["model_config"], "tokens": cfg.tokens, "prompt": cfg.prompt_tokens, "batches": cfg.batches,
-        "dtype": cfg.dtype, "window": cfg.window, "windows": cfg.windows, "newest": cfg.newest,
+        "dtype": cfg.dtype, "window": cfg.window, "windows": cfg.windows, "newest": cfg.newest, "exact": cfg.exact,
         "parent": {"name": was["name"], "script": was["script"], "iteration": checkpoint["iteration"]},
     }  # fmt: skip
     if label != "dense":
@@ -291,7 +296,7 @@ def evaluate_checkpoint(path, cfg, device):
         if label == "dense":
             losses = {"val_loss": evaluate(model, text, window=window)}
         else:
-            losses = evaluate_cached(model, text, window, new_cache, cfg.newest)
+            losses = evaluate_cached(model, text, window, new_cache, cfg.newest, cfg.exact)
         report_loss(losses, read)
 
         # a real generation of the checkpoint itself, inside its context
@@ -356,6 +361,7 @@ class Settings:
     window: int | None
     windows: int | None
     newest: int | None
+    exact: str | None
     tokens: int
     prompt_tokens: int
     batches: list
@@ -391,6 +397,10 @@ class Settings:
                 raise ValueError(
                     f"newest={self.newest} is a question to the loss, not a cache to time: batches=[] goes with it"
                 )
+        if self.exact not in (None, "keys", "values"):
+            raise ValueError(f"exact={self.exact} is not allowed: keys or values, or null for neither")
+        if self.exact is not None and self.newest is None:
+            raise ValueError(f"exact={self.exact} goes with newest=…: newest=0 if no token is to be exact besides")
         if any(type(b) is not int or b < 1 for b in self.batches):
             raise ValueError(
                 f"batches={self.batches} is not allowed: a list of whole numbers, e.g. batches=[1,32], or [] for no timing"

@@ -250,7 +250,7 @@ f.say("\n".join(lines) if lines else "SmolLM2 has not been measured.")
 #
 # KIVI never rounds the newest tokens, KVQuant and fp8 round every one. How much of their difference is that? `newest=n`
 # asks the loss: every key and value is coded, with no window at all, but each token sees its n newest tokens exactly. At 0
-# the codes alone are compared.
+# the codes alone are compared. In the tables also: with all keys, or all values, exact, whose rounding is it that costs?
 
 # %%
 ROUNDED = (  # name, its rows, look
@@ -265,7 +265,9 @@ if panels:
     fig, axes = plt.subplots(1, len(panels), figsize=(f.WIDTH, 4), sharey=True, squeeze=False)
     for ax, ((sweep, n_kv), rows) in zip(axes[0], panels, strict=True):
         for _, options, (color, marker, dashes) in ROUNDED:
-            points = [(n, *tables.interval(same.difference)) for n, same in pick(rows, **options).groupby("newest")]
+            points = [
+                (n, *tables.interval(same.difference)) for n, same in pick(rows[rows.exact.isna()], **options).groupby("newest")
+            ]
             if points:
                 x, y, half = (np.array(values, dtype=float) for values in zip(*points, strict=True))
                 ax.errorbar(

@@ -38,7 +38,7 @@ QUANT_COLUMNS = [
     "val_kl", "bits_per_value", "key_error", "value_error",
     "corpus", "commit", "machine",
 ]  # fmt: skip
-NEWEST_COLUMNS = [*WHAT, "newest", *QUANT_COLUMNS[len(WHAT) :]]
+NEWEST_COLUMNS = [*WHAT, "newest", "exact", *QUANT_COLUMNS[len(WHAT) :]]
 RETRIEVAL_COLUMNS = [*WHAT, "task", "length", "depth", "distance", "accuracy", "examples", "commit", "machine"]
 
 
@@ -57,7 +57,9 @@ def measured(runs, job, key):
     """The finished runs of one script with a result `key`, those that go by their own name (name=… keeps others apart)."""
     for run in runs.to_dict("records"):
         if run["job_type"] == job and run["state"] == "finished" and key in run and isinstance(run.get("cache"), str):
-            own = rf"{job}-{run.get('parent.name')}-{re.escape(run['cache'])}(-newest\d+)?(-(\d+|all)x\d+)?(-loss)?"
+            own = (
+                rf"{job}-{run.get('parent.name')}-{re.escape(run['cache'])}(-newest\d+(keys|values)?)?(-(\d+|all)x\d+)?(-loss)?"
+            )
             if re.fullmatch(own, run["name"]) and run.get("parent.script") != "uptrain" and not pd.isna([run[key]]).all():
                 yield run
 
@@ -128,7 +130,7 @@ def in_order(table):
         "format": table.format.astype(object).fillna(""), "scale": table.scale.map(["one", "layer", "head"].index, na_action="ignore"),
         "outliers": -pd.to_numeric(table.outliers), "pre_rope": table.pre_rope.eq(False), "axis": table.key_axis.astype(object).fillna(""),
         "values": table.value_axis.astype(object).fillna("token").ne("token"), "residual": (table.residual.fillna(32) - 32).abs(),
-        "cache": table.cache, "newest": table.get("newest", 0), "n_kv": -table.n_kv, "seed": table.seed,
+        "cache": table.cache, "exact": table.get("exact", pd.Series("", table.index)).astype(object).fillna(""), "newest": table.get("newest", 0), "n_kv": -table.n_kv, "seed": table.seed,
     })  # fmt: skip
     return table.loc[keys.sort_values(list(keys)).index].reset_index(drop=True)
 
@@ -219,11 +221,11 @@ def newest_summary(table):
     """Rows of text: one row a (cache, n_kv), the mean change of the loss for each number of newest tokens that are exact."""
     columns = sorted(table.newest.unique())
     lines = [["cache", "n_kv", *(f"{n} exact" for n in columns)]]
-    for name, rows in by_cache(table):
-        for n_kv, some in sorted(rows.groupby("n_kv"), reverse=True):
-            changes = [some[some.newest == n].difference for n in columns]
-            cells = [with_interval(c, digits=4, sign=True) if len(c) else "–" for c in changes]
-            lines.append([name.replace(", no window", ""), str(n_kv), *cells])
+    for (_, exact, _), rows in table.groupby([table.cache, table.exact.astype(object).fillna(""), -table.n_kv], sort=False):
+        changes = [rows[rows.newest == n].difference for n in columns]
+        cells = [with_interval(c, digits=4, sign=True) if len(c) else "–" for c in changes]
+        name = name_of(rows.iloc[0]).replace(", no window", "") + (f"; {exact} exact" if exact else "")
+        lines.append([name, str(rows.n_kv.iloc[0]), *cells])
     return lines
 
 

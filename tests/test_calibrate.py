@@ -356,11 +356,13 @@ def test_newest_tokens_are_exact_and_all_others_codes(options, dialect, n_kv):
     plain = new_cache(model, T, 2)
     for layer in range(2):
         plain.attend(layer, q, k, v)
-    for n in (0, 1, 3, T):
+    for n, exact in ((0, None), (1, None), (3, None), (T, None), (3, "keys"), (0, "values")):
         coded = new_cache(model, T, 2)
-        y = Newest(coded, n).attend(0, q, k, v).double()
+        y = Newest(coded, n, exact).attend(0, q, k, v).double()
         turned_k = turn(k, model.config.rope_base) if coded.rotates else k
         near, far = (turned_k, v), [torch.cat([x(0, *at) for at in plain.blocks(T)], 2) for x in (plain.keys, plain.values)]
+        if exact is not None:
+            far[exact == "values"] = near[exact == "values"]
         for h in range(8):
             kv = h * n_kv // 8
             for i in range(T):
@@ -373,6 +375,15 @@ def test_newest_tokens_are_exact_and_all_others_codes(options, dialect, n_kv):
     assert abs(all_exact["val_loss_cached"] - all_exact["val_loss"]) < 1e-5
 
 
-@pytest.mark.parametrize("wrong", ["newest=-1 cache=fp8 batches=[]", "newest=2 batches=[]", "newest=2 cache=fp8"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "newest=-1 cache=fp8 batches=[]",
+        "newest=2 batches=[]",
+        "newest=2 cache=fp8",
+        "exact=keys",
+        "exact=all cache=fp8 batches=[] newest=1",
+    ],
+)
 def test_newest_is_refused_where_it_asks_nothing(call, mha, wrong):
     refused(call("eval", *SMALL, "ckpt=mha.pt", *wrong.split()), wrong.split()[0])
