@@ -262,7 +262,7 @@ ROUNDED = (  # name, its rows, look
 panels = [((f.SWEEP, n_kv), rows) for n_kv, rows in sorted(newest[newest.sweep == f.SWEEP].groupby("n_kv"), reverse=True)]
 panels += [(("pretrained", n_kv), rows) for n_kv, rows in newest[newest.sweep == "pretrained"].groupby("n_kv")]
 if panels:
-    fig, axes = plt.subplots(1, len(panels), figsize=(f.WIDTH, 4), sharey=True, squeeze=False)
+    fig, axes = plt.subplots(1, len(panels), figsize=(f.WIDTH, 4.4), sharey=True, squeeze=False)
     for ax, ((sweep, n_kv), rows) in zip(axes[0], panels, strict=True):
         for _, options, (color, marker, dashes) in ROUNDED:
             points = [
@@ -277,14 +277,14 @@ if panels:
         ax.set_xscale("symlog", base=2, linthresh=1)
         ax.set_xticks(sorted(rows.newest.unique()), [f"{n:,}" for n in sorted(rows.newest.unique())], fontsize=9)
         ax.xaxis.set_minor_locator(plt.NullLocator())
+        ax.set_xlabel("newest tokens exact", fontsize=11)
     change_axis(axes[0][0], newest.difference, q.MARGIN)
     axes[0][0].set_ylabel("change of the loss, nats a token")
-    fig.supxlabel("newest tokens seen exactly", fontsize=11)
     handles = [
         plt.Line2D([], [], color=color, marker=marker, linestyle=dashes, label=name)
         for name, _, (color, marker, dashes) in ROUNDED
     ]
-    fig.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
+    fig.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
     fig.suptitle("All tokens in codes but the newest ones")
     f.show(fig, "quant_newest")
 for sweep, rows in newest.groupby("sweep", sort=False):

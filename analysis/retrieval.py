@@ -50,9 +50,8 @@ if len(recall):
         mine = recall[recall.n_kv == n_kv]
         image, cells = f.heat(ax, mine, "name", ["distance"], "accuracy")
         ax.set_xticks(range(cells.shape[1]), [f"{d:,}" for d in cells.columns])
-        ax.set_title(
-            f"{f.label(n_kv, n_head['recall'] if 'recall' in n_head else n_head[f.SWEEP])}, {mine.seed.nunique()} seeds"
-        )
+        heads_of = f.label(n_kv, n_head["recall"] if "recall" in n_head else n_head[f.SWEEP])
+        ax.set_title(f"{heads_of}, {n} seeds" if (n := mine.seed.nunique()) > 1 else f"{heads_of}, one seed")
     axes[-1][0].set_xlabel("distance from the key to the query, tokens")
     fig.colorbar(image, ax=axes[:, 0], label="found", pad=0.02, format=lambda v, _: f"{v:.0%}", aspect=30)
     fig.suptitle("Associative recall through quantised caches: found, %")
