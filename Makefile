@@ -65,6 +65,7 @@ CACHES = dense "fp8 cache.scale=one,layer,head" "fp8 cache.format=e5m2" "kivi ca
          "kivi cache.residual=0 cache.key_axis=channel,token" "kvquant cache.bits=4,3,2 cache.outliers=0.01,0"
 # The same question with all tokens in codes but the newest ones: how much of a method's cost is that it rounds these?
 CODED  = "kivi cache.residual=0 cache.key_axis=channel,token" "kvquant cache.bits=3,2"
+FOUND  = dense fp8 "kivi cache.bits=4,2" "kivi cache.key_axis=token" "kvquant cache.bits=3,2"  # pass keys take minutes a cache
 through = for cache in $(or $(2),$(CACHES)); do $(PY) $(1) -m $(PARALLEL) $(QUANT) cache=$$cache || status=1; done
 
 quant: $(READY)  ## loss of the sweep's models through FP8, KIVI and KVQuant caches (WINDOWS=null: the whole split)
@@ -83,13 +84,14 @@ recall: $(READY)  ## models that look keys up over 1,024 tokens, and how often t
 	$(PY) analysis/quant_tables.py || status=1; exit $$status
 
 quant-pretrained: JOBS = 1  # several would hold several models
+quant-pretrained: CACHES += "kivi cache.residual=128" "kvquant cache.pre_rope=false"
 quant-pretrained: pretrained  ## SmolLM2-135M through each cache: perplexity at 2,048 tokens, pass keys
 	@status=0; \
 	$(PY) calibrate.py ckpt=smollm2.pt tokens=8192 || status=1; \
 	$(call through,eval.py ckpt=smollm2.pt batches=[] window=2048 windows=4); \
 	$(call through,eval.py ckpt=smollm2.pt batches=[] newest=0$(comma)4$(comma)32$(comma)128$(comma)512 window=2048 windows=1,$(CODED)); \
 	$(call through,eval.py ckpt=smollm2.pt batches=[] newest=32 exact=keys$(comma)values window=2048 windows=1,$(CODED)); \
-	$(call through,retrieval.py ckpt=smollm2.pt); \
+	$(call through,retrieval.py ckpt=smollm2.pt,$(FOUND)); \
 	$(PY) analysis/quant_tables.py || status=1; exit $$status
 
 bench-caches: $(READY)  ## decoding over every kind of cache, taking turns: some minutes
