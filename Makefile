@@ -78,7 +78,7 @@ quant: $(READY)  ## loss of the sweep's models through FP8, KIVI and KVQuant cac
 
 recall: $(READY)  ## models that look keys up over 1,024 tokens, and how often they still do through each cache
 	@status=0; \
-	$(PY) train.py -m $(PARALLEL) preset=recall model.n_kv=8,2,1 || status=1; \
+	$(PY) train.py -m $(PARALLEL) preset=recall model.n_kv=8,2,1 seed=1,2 || status=1; \
 	$(PY) calibrate.py sweep=recall || status=1; \
 	$(call through,retrieval.py sweep=recall); \
 	$(PY) analysis/quant_tables.py || status=1; exit $$status

@@ -211,13 +211,14 @@ def decode_speed(config, batch, prompt, tokens, dtype, device, cache_config, new
     }
 
 
-def report_loss(summary, read):
-    """The lines of the validation loss, uncached and through a quantised cache, over what was `read`."""
+def report_loss(summary, read, newest=None):
+    """The lines of the validation loss, uncached and through a quantised cache, over what was `read`; bits of real caches only."""
     print(f"  validation loss {summary['val_loss']:.4f} nats per token, {read}")
     if "val_kl" in summary:
         print(
             f"  through the cache {summary['val_loss_cached']:.4f} ({summary['val_loss_cached'] - summary['val_loss']:+.4f}), "
-            f"KL {summary['val_kl']:.5f} nats per token; {summary['bits_per_value']:.2f} bits a number, everything counted",
+            f"KL {summary['val_kl']:.5f} nats per token"
+            + (f"; {summary['bits_per_value']:.2f} bits a number, everything counted" if newest is None else ""),
             flush=True,
         )
 
@@ -283,11 +284,13 @@ def evaluate_checkpoint(path, cfg, device):
     print(
         f"\n{was['sweep']}/{was['name']}: n_kv={c.n_kv}, {c.n_layer} layers, {c.n_head} query heads, head_dim {c.head_dim}, "
         f"cache {label}"
+        + (f", if each token saw its newest {cfg.newest} exactly" if cfg.newest is not None else "")
+        + (f", and all {cfg.exact}" if cfg.exact else "")
     )
     if state == "finished" and not cfg.again:
         summary = json.loads((folder / "summary.json").read_text())
         print(f"  measured before, on {summary['machine']} (again=true measures anew, name=… beside it)")
-        report_loss(summary, read)
+        report_loss(summary, read, cfg.newest)
         for batch in cfg.batches:
             report(summary, batch)
         return
@@ -297,7 +300,7 @@ def evaluate_checkpoint(path, cfg, device):
             losses = {"val_loss": evaluate(model, text, window=window)}
         else:
             losses = evaluate_cached(model, text, window, new_cache, cfg.newest, cfg.exact)
-        report_loss(losses, read)
+        report_loss(losses, read, cfg.newest)
 
         # a real generation of the checkpoint itself, inside its context
         idx = torch.from_numpy(data.val[: window // 4].astype("int64")).to(device)[None]  # [1, T]
@@ -393,6 +396,8 @@ class Settings:
                 raise ValueError(
                     f"newest={self.newest} is not allowed with cache={self.cache.label()}: 0 or more, with a quantised cache"
                 )
+            if getattr(self.cache, "residual", 0):  # a window of the end of the text, not of each token
+                raise ValueError(f"newest={self.newest} takes the place of KIVI's window: cache.residual=0 goes with it")
             if self.batches:
                 raise ValueError(
                     f"newest={self.newest} is a question to the loss, not a cache to time: batches=[] goes with it"

@@ -235,14 +235,18 @@ def accuracy(rows):
 
 
 def recall_summary(table):
-    """Rows of text: one row a cache, the accuracy over all distances for each n_kv, mean over seeds, and the worst distance."""
+    """Rows of text: one row a cache, for each n_kv the accuracy over all distances, mean over seeds, and the worst distance."""
     kinds = sorted(table.n_kv.unique(), reverse=True)
-    lines = [["cache", *(f"n_kv {n_kv}: found, %" for n_kv in kinds), "worst distance"]]
+    seeds = table.groupby("n_kv").seed.nunique()
+    heads = [f"n_kv {n_kv}, {n} seeds" if (n := seeds[n_kv]) > 1 else f"n_kv {n_kv}, one seed" for n_kv in kinds]
+    lines = [["cache", *(f"{head}: found, % (worst distance)" for head in heads)]]
     for name, rows in by_cache(table):
-        means = 100 * accuracy(rows)
-        cells = [with_interval(means[n_kv], digits=1) if n_kv in means.index.levels[0] else "–" for n_kv in kinds]
-        at = rows.groupby("distance").accuracy.mean()
-        lines.append([name, *cells, "–" if at.min() == at.max() else f"{at.idxmin():,} tokens: {100 * at.min():.1f}"])
+        cells = []
+        for n_kv in kinds:
+            at = 100 * rows[rows.n_kv == n_kv].groupby("distance").accuracy.mean()
+            worst = f" ({at.idxmin():,} tokens: {at.min():.1f})" if len(at) and at.min() < at.max() else ""
+            cells.append(f"{at.mean():.1f}{worst}" if len(at) else "–")
+        lines.append([name, *cells])
     return lines
 
 
@@ -301,6 +305,9 @@ def main():
     given = arguments(("sweep", "readme"))
     sweep = given.get("sweep", "cpu")
     readme = sweep == "cpu" and given.get("readme", "true") == "true"
+    if "sweep" in given and not (ROOT / "runs" / sweep).is_dir():
+        print(f"error: runs/{sweep} is not there; `make sweep PRESET={sweep}` makes it", file=sys.stderr)
+        sys.exit(2)
     found, missing = load(sweep)
     print("\n".join(missing), end="\n" if missing else "")
     if not found:
@@ -324,7 +331,7 @@ def main():
     for task, rows in retrieval.groupby("task", sort=False):
         lines = (passkey_summary if task == "passkey" else recall_summary)(rows)
         counts = f"{all_of(rows, 'examples')} {'keys for each length and depth' if task == 'passkey' else 'sequences for each distance'}"
-        note = f"{all_of(rows, 'sweep')}: {counts}; {all_of(rows, 'machine')}; commit {all_of(rows, 'commit')}"
+        note = f"{all_of(rows, 'sweep')}: {counts}; seeds {all_of(rows, 'seed')}; {all_of(rows, 'machine')}; commit {all_of(rows, 'commit')}"
         print(f"\n{task}\n{as_text(lines)}\n\n{note}")
         found_there.append(f"{as_markdown(lines)}\n\n<sub>{note}</sub>")
     if found_there:

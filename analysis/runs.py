@@ -264,7 +264,7 @@ def arguments(allowed: tuple[str, ...]) -> dict[str, str]:
         sys.exit(0)
     for word in sys.argv[1:]:
         key, equals, value = word.partition("=")
-        if not equals or key not in allowed:
+        if not equals or not value or key not in allowed:
             takes = ", ".join(f"{name}=…" for name in allowed)
             print(f"error: {word!r} is not allowed; it takes {takes}", file=sys.stderr)
             sys.exit(2)

@@ -221,9 +221,9 @@ def test_the_pretrained_model_and_what_is_found(both):
     change = math.exp(3.03) - math.exp(3)
     assert by_name["KIVI, 2 bits"][1:] == ["4.60", "10, 5", f"{math.exp(3.03):.3f}", f"{change:+.3f}", "0.01500"]
     _, dense, four, two = quant_tables.recall_summary(retrieval[retrieval.task == "recall"])
-    assert dense[0] == "dense, float16" and dense[1] == "66.7 ± 0.0" and four[1:] == dense[1:]
+    assert dense[0] == "dense, float16" and dense[1] == "66.7 (1,000 tokens: 25.0)" and four[1:] == dense[1:]
     means = [100 * (0.5 + 0.1 * seed + 0.25 + 0.1 * seed + 0.25) / 3 for seed in SEEDS]
-    assert two[1] == tables.with_interval(means, digits=1) and two[-1] == "1,000 tokens: 25.0"
+    assert two[1] == two[2] == f"{sum(means) / 3:.1f} (1,000 tokens: 25.0)"
     _, dense, two = quant_tables.passkey_summary(retrieval[retrieval.task == "passkey"])
     assert dense[1:] == ["6 of 6", "6 of 6"] and two[1:] == ["3 of 6", "3 of 6"]
 
@@ -260,7 +260,7 @@ def test_the_script_fills_results_and_readme(copy):
     parts = {b: text.partition(f"<!-- {b} -->")[2].partition(f"<!-- /{b} -->")[0] for b in blocks}
     assert "| KIVI, 4 bits | 6.38 | 10, 5 | +0.00010 ± 0.00000, nothing measurable |" in parts["quant"]
     assert "128 windows of 256 tokens" in parts["quant"] and "| none: uncached | – | – | 20.086 |" in parts["quant-smollm2"]
-    assert "| dense, float16 | 66.7 ± 0.0 |" in parts["retrieval"] and "| 6 of 6 | 6 of 6 |" in parts["retrieval"]
+    assert "| dense, float16 | 66.7 (1,000 tokens: 25.0) |" in parts["retrieval"] and "| 6 of 6 | 6 of 6 |" in parts["retrieval"]
     read = pd.read_csv(copy / "results" / "quant.csv")
     assert len(read) == len(CACHES) * 7 and set(read.columns) == set(quant_tables.QUANT_COLUMNS)
     assert len(pd.read_csv(copy / "results" / "retrieval.csv")) == 66
@@ -286,6 +286,12 @@ def test_what_is_missing_is_said_and_skipped(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "recall" not in out and out.endswith("-> runs/smoke/results/quant.csv\n")
     assert len(pd.read_csv(tmp_path / "results" / "quant.csv")) == 1
+
+
+@pytest.mark.parametrize("words", ["sweep=nope", "sweep=", "sweep"])
+def test_a_sweep_that_was_asked_for_and_is_not_there_is_an_error(words):
+    done = subprocess.run([sys.executable, ROOT / "analysis" / "quant_tables.py", words], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1 and words in done.stderr.replace("runs/", "sweep=")
 
 
 def test_help_prints_the_commands():
