@@ -152,7 +152,7 @@ def name_of(row):
         said = [
             (True, f"{100 * row.outliers:g} % outliers" if row.outliers else "no outliers"),
             (row.sink != 1, f"sink {row.sink}"),
-            (not row.pre_rope, "keys turned"),
+            (not row.pre_rope, "keys after rotary positions"),
         ]
     method = {"kivi": "KIVI", "kvquant": "KVQuant"}[row.method]
     said.append((row.exact_dtype != "float16", f"{row.exact_dtype} where exact"))

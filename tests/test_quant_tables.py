@@ -159,7 +159,7 @@ def test_the_caches_have_names_and_an_order(both):
     other.loc[1, "exact_dtype"] = "float32"
     other = other.astype({"bits": "Int64", "group": "Int64", "residual": "Int64", "sink": "Int64"})
     assert [quant_tables.name_of(row) for row in other.itertuples()] == [
-        "KVQuant, 3 bits, 5 % outliers, sink 4, keys turned", "KIVI, 2 bits, values by channel, groups of 64, window 128, float32 where exact",
+        "KVQuant, 3 bits, 5 % outliers, sink 4, keys after rotary positions", "KIVI, 2 bits, values by channel, groups of 64, window 128, float32 where exact",
         "fp8 e5m2, scale a head", "dense, float16",
     ]  # fmt: skip
 
@@ -260,7 +260,9 @@ def test_the_script_fills_results_and_readme(copy):
     parts = {b: text.partition(f"<!-- {b} -->")[2].partition(f"<!-- /{b} -->")[0] for b in blocks}
     assert "| KIVI, 4 bits | 6.38 | 10, 5 | +0.00010 ± 0.00000, nothing measurable |" in parts["quant"]
     assert "128 windows of 256 tokens" in parts["quant"] and "| none: uncached | – | – | 20.086 |" in parts["quant-smollm2"]
-    assert "| dense, float16 | 66.7 (1,000 tokens: 25.0) |" in parts["retrieval"] and "| 6 of 6 | 6 of 6 |" in parts["retrieval"]
+    assert (
+        "| dense, float16 | 66.7 (1,000 tokens: 25.0) |" in parts["retrieval"] and "| 6 of 6 | 6 of 6 |" in parts["retrieval"]
+    )
     read = pd.read_csv(copy / "results" / "quant.csv")
     assert len(read) == len(CACHES) * 7 and set(read.columns) == set(quant_tables.QUANT_COLUMNS)
     assert len(pd.read_csv(copy / "results" / "retrieval.csv")) == 66
@@ -291,7 +293,12 @@ def test_what_is_missing_is_said_and_skipped(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("words", ["sweep=nope", "sweep=", "sweep"])
 def test_a_sweep_that_was_asked_for_and_is_not_there_is_an_error(words):
     done = subprocess.run([sys.executable, ROOT / "analysis" / "quant_tables.py", words], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1 and words in done.stderr.replace("runs/", "sweep=")
+    assert (
+        done.returncode == 2
+        and done.stdout == ""
+        and done.stderr.count("\n") == 1
+        and words in done.stderr.replace("runs/", "sweep=")
+    )
 
 
 def test_help_prints_the_commands():
