@@ -73,14 +73,14 @@ def config_from(c):
             raise InputError(f"{key}={str(c[key])[:60]} cannot be expressed here")
 
     def number(key, default=None, most=2**31):
-        value = c.get(key, default) if default is None else c.get(key) or default
+        value = default if c.get(key) is None else c[key]
         if type(value) is not int or not 1 <= value <= most:
             raise InputError(f"{key}={str(value)[:60]} is not a whole number from 1 to {most}")
         return value
 
     def real(where, key, default=None):
         value = where.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e30:
             raise InputError(f"{key}={str(value)[:60]} is not a number")
         return float(value)
 
@@ -113,7 +113,8 @@ def config_from(c):
                 f"sliding_window={str(window)[:60]} is below the context of {shape['block_size']}, and windows cannot be "
                 f"expressed here: max_position_embeddings={str(window)[:60]} in config.json leaves it without effect"
             )
-        if any(kind != "full_attention" for kind in c.get("layer_types") or ()) and window is None:
+        kinds = c.get("layer_types") or []
+        if window is None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
             raise InputError("layer_types other than full_attention cannot be expressed here")
         # transformers 4 says rope_theta and rope_scaling, 5 says rope_parameters; where both are, the former win, as there
         rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
@@ -387,6 +388,8 @@ def weights_to(model, dtype):
     for ours, theirs, transposed in places(model.config):
         if ours in state:
             whole = state[ours].detach().to("cpu", dtype)
+            if not whole.isfinite().all():
+                raise InputError(f"{ours} has numbers that {str(dtype).removeprefix('torch.')} cannot hold: dtype=float32 can")
         else:
             whole = torch.zeros(next(iter(theirs.values())), dtype=dtype)
         rows = [shape[-1 if transposed else 0] for shape in theirs.values()]

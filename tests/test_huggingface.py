@@ -206,8 +206,10 @@ REFUSED = [
     ({"model_type": "mistral", "sliding_window": 8}, "sliding_window=8 is below the context of 48"),
     ({"model_type": "mistral", "sliding_window": "8"}, "sliding_window=8"),
     ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+    ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 10**400}}, "is not a number"), ({"layer_types": 3}, "layer_types"),
+    ({"rope_scaling": {**LLAMA3, "factor": float("inf")}}, "factor=inf"), ({"rope_theta": float("nan"), "rope_parameters": {}}, "nan"),
     ({"hidden_size": "gone"}, "hidden_size=None"), ({"hidden_size": 64.0}, "hidden_size=64.0"), ({"hidden_size": True}, "=True"),
-    ({"vocab_size": 0}, "vocab_size=0"), ({"num_hidden_layers": 10**9}, "missing"), ({"num_hidden_layers": 1}, "no place for 9"),
+    ({"vocab_size": 0}, "vocab_size=0"), ({"num_key_value_heads": 0}, "num_key_value_heads=0"), ({"head_dim": 0}, "head_dim=0"), ({"num_hidden_layers": 10**9}, "missing"), ({"num_hidden_layers": 1}, "no place for 9"),
     ({"max_position_embeddings": 10**12}, "max_position_embeddings=1000000000000"), ({"num_key_value_heads": 3}, "n_kv=3"),
     ({"num_key_value_heads": 4}, "k_proj.weight is [16, 64], config.json makes it [32, 64]"), ({"head_dim": 7}, "head_dim=7 is odd"),
     ({"vocab_size": 54}, "embed_tokens.weight is [53, 64]"), ({"tie_word_embeddings": True}, "lm_head.weight differs"),
@@ -395,6 +397,15 @@ def test_weights_may_be_halves(tmp_path, dtype):
     assert model.dtype == dtype
     again, _ = from_huggingface(tmp_path / "out")
     assert all(torch.equal(p.to(dtype).float(), again.state_dict()[name]) for name, p in ours.state_dict().items())
+
+
+def test_numbers_that_halves_cannot_hold_are_refused(tmp_path):
+    ours = small_model(2, "llama")
+    with torch.no_grad():
+        ours.ln_f.weight[0] = 1e5
+    assert "ln_f.weight" in refusal(to_huggingface, ours, None, tmp_path / "out", torch.float16)
+    assert list(tmp_path.iterdir()) == []
+    to_huggingface(ours, None, tmp_path / "out", torch.bfloat16)
 
 
 @pytest.mark.parametrize(
