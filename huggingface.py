@@ -30,6 +30,8 @@ from tracking import provenance
 OURS = "nanogqa.json"  # beside the usual files of a folder that we wrote: what those cannot say, and that we may replace it
 WRITTEN = {OURS, "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "calibration.pt"}
 INDEX = "model.safetensors.index.json"
+# of a repository on the Hub; whole models under other names (Mistral's consolidated.safetensors) would be fetched twice
+HUB_FILES = ["config.json", "model*.safetensors", INDEX, "tokenizer.json", "tokenizer_config.json", OURS]
 MOST_TOKENS = 2**20  # of a context: a table of angles is made for all of them
 
 # What the stock classes do if a config says so, and our dialects do not; beside it the values that ask for nothing

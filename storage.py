@@ -13,14 +13,11 @@ import torch
 import yaml
 
 from cli import InputError, nearest, strict
-from huggingface import INDEX, OURS, checkpoint_from, weight_files
 from model import GPT, GPTConfig
 from tracking import provenance, write_atomically
 
 RUNS = Path("runs")
 CHECKPOINTS = Path("checkpoints")
-# of a repository on the Hub; whole models under other names (Mistral's consolidated.safetensors) would be fetched twice
-HUB_FILES = ["config.json", "model*.safetensors", INDEX, "tokenizer.json", "tokenizer_config.json", OURS]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -66,6 +63,8 @@ def from_hub(name):
     """The folder of a model on the Hugging Face Hub: from its local cache, else downloaded. InputError when neither works."""
     from huggingface_hub import snapshot_download  # here: it takes a while, and local paths never need it
 
+    from huggingface import HUB_FILES, weight_files
+
     why = "not all of its files are there"
     for local in (True, False):
         try:
@@ -102,6 +101,8 @@ def load_checkpoint(path, device="cpu"):
     what is neither.
     """
     if Path(path).is_dir():
+        from huggingface import checkpoint_from  # here: a notebook that reads our own files needs no tokenizers
+
         checkpoint = checkpoint_from(path)
         checkpoint["model"] = {name: p.to(device) for name, p in checkpoint["model"].items()}
         return checkpoint
