@@ -99,12 +99,12 @@ def calibrate(path, cfg, device):
     if not cfg.again and is_done(file, weights, [fit_key(bits, share, True) for bits in BITS for share in shares]):
         print(f"{name}: {file} is there (again=true makes it anew)")
         return
-    data = load_data(checkpoint["data"]["dataset"], cfg.source, c.block_size)
+    T = min(c.block_size, WINDOW, cfg.tokens)
+    data = load_data(checkpoint["data"]["dataset"], cfg.source, T, checkpoint["tokenizer"])
     if checkpoint["data"]["sha256"] not in (None, data.meta["sha256"]):  # None: trained on none of our texts
         raise InputError(
             f"{path} was trained on {checkpoint['data']['corpus']}, not on {data.meta['corpus']}: give source= its text"
         )
-    T = min(c.block_size, WINDOW, cfg.tokens)
     n = max(1, cfg.tokens // T)
     start = time.perf_counter()
     keys, values, key_grads, value_grads = collect(model, [(x.to(device), y.to(device)) for x, y in data.samples(n, T)])

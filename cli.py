@@ -20,7 +20,15 @@ ROOT = Path(__file__).resolve().parent
 CONFIGS = ROOT / "configs"
 
 
-TEXTS = ("ckpt", "source", "data.source", "prompt", "shape.name", "draft")  # keys whose values are any text: paths, prompts
+TEXTS = (
+    "ckpt",
+    "source",
+    "data.source",
+    "prompt",
+    "shape.name",
+    "draft",
+    "out",
+)  # keys whose values are any text: paths, prompts
 
 
 class InputError(ValueError):

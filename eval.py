@@ -4,6 +4,7 @@ What a checkpoint is worth and what it costs: validation loss, KV-cache bytes, d
     python eval.py ckpt=mha.pt                    one checkpoint
     python eval.py sweep=cpu                      every finished training run of runs/cpu/, n_kv's interleaved
     python eval.py ckpt=gqa2.pt dtype=bfloat16 name=half      weights and cache of half the bytes
+    python eval.py ckpt=PATH/TO/HF window=1024    a GPT-2 or Llama in a Hugging Face folder, or by its name on the Hub
     python eval.py ckpt=smollm2.pt window=2048 windows=4 batches=[]        the model of `make pretrained`, in a minute
     python eval.py sweep=cpu cache=kivi cache.bits=4          through a quantised cache: fp8, kivi or kvquant
     python eval.py -m sweep=cpu cache=kivi cache.bits=8,4,2 batches=[]        their loss alone, without timing
@@ -246,7 +247,7 @@ def evaluate_checkpoint(path, cfg, device):
     window = cfg.window or c.block_size
     if window > c.block_size:
         raise InputError(f"window={window} is more than this model's context: {c.block_size} tokens or fewer")
-    data = load_data(checkpoint["data"]["dataset"], cfg.source, window)
+    data = load_data(checkpoint["data"]["dataset"], cfg.source, window, checkpoint["tokenizer"])
     if checkpoint["data"]["sha256"] not in (None, data.meta["sha256"]):  # None: trained on none of our texts
         raise InputError(
             f"{path} was trained on {checkpoint['data']['corpus']}, not on {data.meta['corpus']}: give source= its text"

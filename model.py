@@ -12,11 +12,12 @@ The whole model in one file: a decoder-only transformer whose number of key-valu
     value   v v v v v v v v           v       v                 v
 
 Symbols, the same in every file: B batch, T new tokens, n_head query heads, n_kv key-value heads,
-group = n_head // n_kv query heads per KV head, hd = head_dim = n_embd // n_head, C = n_embd, V = vocabulary.
+group = n_head // n_kv query heads per KV head, hd = head_dim, mostly n_embd // n_head, C = n_embd, V = vocabulary.
 
 Two dialects by config, so that checkpoints of both families load into the same code:
     gpt2    learned positions, LayerNorm, GELU, optional biases (nanoGPT's block; the default)
     llama   rotary positions, RMSNorm, SwiGLU, no biases
+The config's last fields are for checkpoints made elsewhere (huggingface.py); left alone, they change nothing.
 """
 
 import hashlib
@@ -39,6 +40,10 @@ def rng_seed(seed, *purpose):
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+ROPE_LINEAR = ("factor",)
+ROPE_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """Shape of a model. Raises ValueError, in one line, for shapes that cannot be built."""
@@ -54,15 +59,22 @@ class GPTConfig:
     dropout: float = 0.0
     rope_base: float = 10000.0  # llama only
     tie_weights: bool = True  # lm_head shares the token embedding's matrix
+    head_size: int | None = None  # numbers in a head; None = n_embd / n_head. To be read as head_dim
+    n_inner: int | None = None  # width of the feed-forward; None = 4 n_embd, or for llama two thirds of that
+    norm_eps: float | None = None  # of LayerNorm and RMSNorm; None = 1e-5
+    gelu: str | None = None  # gpt2 only: tanh = the approximation of GPT-2 itself; None = exact
+    rope_scaling: dict | None = None  # llama only: {"rope_type": "linear" or "llama3", "factor": …}, keys as Hugging Face's
 
     def __post_init__(self):
         if self.dialect not in ("gpt2", "llama"):
             raise ValueError(f"dialect={self.dialect!r} is unknown: gpt2 or llama")
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv", "n_embd"):
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv", "n_embd", "head_size", "n_inner"):
             value = getattr(self, name)
+            if value is None and name in ("head_size", "n_inner"):
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} is not a whole number of at least 1")
-        if self.n_embd % self.n_head:
+        if self.head_size is None and self.n_embd % self.n_head:
             raise ValueError(
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: "
                 f"try n_embd={self.n_head * max(1, round(self.n_embd / self.n_head))}"
@@ -78,43 +90,90 @@ class GPTConfig:
             raise ValueError(f"head_dim={self.head_dim} is odd: rotary positions turn pairs, n_embd/n_head must be even")
         if not 0 < self.rope_base < math.inf:
             raise ValueError(f"rope_base={self.rope_base} is not a positive number")
+        if self.norm_eps is not None and not 0 <= self.norm_eps < math.inf:
+            raise ValueError(f"norm_eps={self.norm_eps} is not allowed: 0 or a positive number")
+        if self.gelu not in (None, "tanh") or (self.gelu and self.dialect == "llama"):
+            raise ValueError(f"gelu={self.gelu!r} is not allowed: null (exact), or tanh in the gpt2 dialect")
+        if self.rope_scaling is not None:
+            self.check_rope_scaling()
+
+    def check_rope_scaling(self):
+        if self.dialect != "llama":
+            raise ValueError("rope_scaling does not exist in the gpt2 dialect: rope_scaling=null, or dialect=llama")
+        kind, known = self.rope_scaling.get("rope_type"), {"linear": ROPE_LINEAR, "llama3": ROPE_LLAMA3}
+        if kind not in known:
+            raise ValueError(f"rope_scaling of the type {kind!r} is unknown: {', '.join(known)}, or null")
+        if self.rope_scaling.keys() != {"rope_type", *known[kind]}:
+            raise ValueError(f"rope_scaling={self.rope_scaling}: the type {kind} takes {', '.join(known[kind])}")
+        for name in known[kind]:
+            value = self.rope_scaling[name]
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ValueError(f"rope_scaling's {name}={value!r} is not a positive number")
+        if kind == "llama3" and self.rope_scaling["low_freq_factor"] >= self.rope_scaling["high_freq_factor"]:
+            raise ValueError("rope_scaling's low_freq_factor is not below its high_freq_factor")
 
     @property
     def head_dim(self):
-        return self.n_embd // self.n_head
+        return self.n_embd // self.n_head if self.head_size is None else self.head_size
 
     @property
     def group(self):
         return self.n_head // self.n_kv
 
+    @property
+    def inner(self):
+        """Width of the feed-forward. Llama's has three matrices, which shall cost what GPT-2's two do: two thirds as wide."""
+        ours = 4 * self.n_embd if self.dialect == "gpt2" else -(-8 * self.n_embd // 3 // 32) * 32  # a multiple of 32
+        return ours if self.n_inner is None else self.n_inner
+
+    @property
+    def eps(self):
+        return 1e-5 if self.norm_eps is None else self.norm_eps
+
 
 class LayerNorm(nn.Module):
     """LayerNorm with an optional bias."""
 
-    def __init__(self, n_embd, bias):
+    def __init__(self, n_embd, bias, eps):
         super().__init__()
+        self.eps = eps
         self.weight = nn.Parameter(torch.ones(n_embd))
         self.bias = nn.Parameter(torch.zeros(n_embd)) if bias else None
 
     def forward(self, x):
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 def norm(config):
     if config.dialect == "llama":
-        return nn.RMSNorm(config.n_embd, eps=1e-5)
-    return LayerNorm(config.n_embd, config.bias)
+        return nn.RMSNorm(config.n_embd, eps=config.eps)
+    return LayerNorm(config.n_embd, config.bias, config.eps)
 
 
-def angles(length, dim, base):
+def angles(length, dim, base, scaling=None):
     """position / base^(2i/dim), [length, ceil(dim/2)] in float64: the sinusoids behind both kinds of positions."""
     frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)  # [ceil(dim/2)]
+    if scaling is not None:
+        frequency = scaled(frequency, **scaling)
     return torch.arange(length, dtype=torch.float64)[:, None] * frequency
+
+
+def scaled(frequency, rope_type, factor, low_freq_factor=0.0, high_freq_factor=0.0, original_max_position_embeddings=0.0):
+    """
+    How Llamas were taught longer contexts: linear makes all frequencies lower by `factor` (arXiv 2306.15595); llama3
+    leaves alone those that turn more than high_freq_factor times within the original context, slows those that turn
+    less than low_freq_factor times, and goes evenly from one to the other in between (arXiv 2407.21783, section 3.4.2).
+    """
+    if rope_type == "linear":
+        return frequency / factor
+    turns = original_max_position_embeddings * frequency / (2 * math.pi)
+    kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    return kept * frequency + (1 - kept) * frequency / factor
 
 
 def rotary_table(config):
     """cos and sin of every position's angles, each [block_size, hd] in float32 (RoFormer, arXiv 2104.09864, eq. 34)."""
-    angle = angles(config.block_size, config.head_dim, config.rope_base)  # [block_size, hd/2]
+    angle = angles(config.block_size, config.head_dim, config.rope_base, config.rope_scaling)  # [block_size, hd/2]
     angle = torch.cat((angle, angle), dim=1)  # [block_size, hd]: pair i is (i, i + hd/2), as Hugging Face's Llama stores it
     return angle.cos().float(), angle.sin().float()
 
@@ -155,13 +214,13 @@ class Attention(nn.Module):
         self.layer = layer
         self.n_head, self.n_kv, self.hd = config.n_head, config.n_kv, config.head_dim
         self.c_attn = nn.Linear(config.n_embd, (config.n_head + 2 * config.n_kv) * self.hd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_head * self.hd, config.n_embd, bias=config.bias)
         self.dropout = config.dropout
         self.resid_dropout = nn.Dropout(config.dropout)
         self.causal = causal_attention  # training replaces it where it has measured a faster one
 
     def forward(self, x, rotary, cache):
-        B, T, C = x.shape
+        B, T, _ = x.shape
         q, k, v = self.c_attn(x).split([self.n_head * self.hd, self.n_kv * self.hd, self.n_kv * self.hd], dim=2)
         q = q.view(B, T, self.n_head, self.hd).transpose(1, 2)  # [B, n_head, T, hd]
         k = k.view(B, T, self.n_kv, self.hd).transpose(1, 2)  # [B, n_kv, T, hd]
@@ -175,7 +234,7 @@ class Attention(nn.Module):
             y = self.causal(q, k, v, dropout)
         else:
             y = cache.attend(self.layer, q, k, v)  # the cache stores K and V, and knows how to read them
-        y = y.transpose(1, 2).reshape(B, T, C)  # [B, n_head, T, hd] -> [B, T, C]: heads side by side again
+        y = y.transpose(1, 2).flatten(2)  # [B, n_head, T, hd] -> [B, T, n_head*hd]: heads side by side again
         return self.resid_dropout(self.c_proj(y))
 
 
@@ -184,23 +243,23 @@ class MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, config.inner, bias=config.bias)
+        self.c_proj = nn.Linear(config.inner, config.n_embd, bias=config.bias)
+        self.gelu = config.gelu or "none"
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
-        return self.dropout(self.c_proj(F.gelu(self.c_fc(x))))
+        return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate=self.gelu)))
 
 
 class SwiGLU(nn.Module):
-    """Llama's gated feed-forward (arXiv 2002.05202); two thirds as wide, so that three matrices cost what two did."""
+    """Llama's gated feed-forward (arXiv 2002.05202)."""
 
     def __init__(self, config):
         super().__init__()
-        n_inner = -(-8 * config.n_embd // 3 // 32) * 32  # rounded up to a multiple of 32
-        self.c_gate = nn.Linear(config.n_embd, n_inner, bias=False)
-        self.c_fc = nn.Linear(config.n_embd, n_inner, bias=False)
-        self.c_proj = nn.Linear(n_inner, config.n_embd, bias=False)
+        self.c_gate = nn.Linear(config.n_embd, config.inner, bias=False)
+        self.c_fc = nn.Linear(config.n_embd, config.inner, bias=False)
+        self.c_proj = nn.Linear(config.inner, config.n_embd, bias=False)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):

@@ -75,11 +75,15 @@ def measure(path, cfg, device):
     """Measure one checkpoint through one cache, print and record it; or print the record, if this was measured before."""
     checkpoint = load_checkpoint(path, device)
     was, kind = checkpoint["config"], checkpoint["tokenizer"]["kind"]
-    if kind not in ("recall", "smollm"):
-        raise InputError(f"{path} reads {kind} tokens: retrieval is for models of data=recall, or of `make pretrained`")
+    tokenizer = None if kind == "recall" else tokenizer_from(checkpoint["tokenizer"])
+    if kind == "char" or (tokenizer and len(tokenizer.encode("90210")) != 5):
+        raise InputError(
+            f"{path} reads {kind} tokens: retrieval is for models of data=recall, or of a tokenizer whose digits are a token "
+            "each, such as that of `make pretrained`"
+        )
     model = load_model(checkpoint, device).eval()
     c = model.config
-    if kind == "smollm" and max(cfg.lengths) + 5 > c.block_size:
+    if tokenizer and max(cfg.lengths) + 5 > c.block_size:
         raise InputError(f"lengths={cfg.lengths} do not fit the model's context of {c.block_size} with five digits after them")
     calibration = load_calibration(path, model, cfg.cache)
     label = cfg.cache.label() + (f"-{cfg.cache_dtype}" if cfg.cache_dtype else "")
@@ -95,15 +99,14 @@ def measure(path, cfg, device):
         return make_cache(model, tokens, batch, cfg.cache_dtype and getattr(torch, cfg.cache_dtype), cfg.cache, calibration)
 
     new_cache(16, 1)  # what is wrong is said before a folder is made
-    if kind == "smollm":
-        tokenizer = tokenizer_from(checkpoint["tokenizer"])
+    if tokenizer:
         passkey_prompt(tokenizer, min(cfg.lengths), cfg.depths[0], 0)
     folder, state = open_run(config)
     print(f"\n{was['sweep']}/{was['name']}: n_kv={c.n_kv}, {c.n_layer} layers, cache {label}")
     if state == "finished" and not cfg.again:
         summary = json.loads((folder / "summary.json").read_text())
         print(f"  measured before, on {summary['machine']} (again=true measures anew, name=… beside it)")
-        show({tuple(json.loads(k)) if kind == "smollm" else int(k): a for k, a in summary["accuracy"].items()})
+        show({tuple(json.loads(k)) if tokenizer else int(k): a for k, a in summary["accuracy"].items()})
         return
     made_by = provenance()
     with Run(folder, name=name, group=was["sweep"], job_type="retrieval", config=config, **asdict(cfg.wandb)) as run:

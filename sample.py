@@ -6,6 +6,7 @@ Generate text from a checkpoint, streamed as it comes.
     python sample.py ckpt=gqa2.pt samples=4 top_k=10 seed=7          four at once, printed one after the other
     python sample.py ckpt=mha.pt cache=kivi cache.bits=4             with a quantised KV cache: fp8, kivi or kvquant
     python sample.py ckpt=mha.pt cache=none                          the same text as the default's without a KV cache
+    python sample.py ckpt=PATH/TO/HF prompt="Hello"                  a GPT-2 or Llama in a Hugging Face folder, or on the Hub
 
 Prints the text on stdout; on stderr what was generated how fast, and the KV cache's bytes: in use and allocated.
 Past the model's context the newest half of the window is kept and generation goes on (decoding.py says how).
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from cli import InputError, script
-from data.tokenizer import tokenizer_from
+from data.tokenizer import continuation, tokenizer_from
 from decoding import cache_config, check_sampling, generate, make_cache
 from model import rng
 from storage import find_checkpoint, load_calibration, load_checkpoint, load_model
@@ -78,18 +79,18 @@ def main(cfg):
     start = time.perf_counter()
     if cfg.samples == 1:
         print(cfg.prompt, end="", flush=True)
-        pending = []
+        pending, said = [], list(ids)
         for token in steps:
             pending.append(token.item())
-            text = tokenizer.decode(pending)
+            text = continuation(tokenizer, said, pending)
             if not text.endswith("\ufffd"):  # else half of a multi-byte character: wait for the rest
                 print(text, end="", flush=True)
-                pending = []
-        print(tokenizer.decode(pending))  # what was still waiting will not be completed
+                said, pending = [*said[-8:], *pending], []
+        print(continuation(tokenizer, said, pending))  # what was still waiting will not be completed
     else:
         new = torch.stack(list(steps), dim=1)  # [samples, tokens]
         for i, row in enumerate(new.tolist()):
-            print(f"--- sample {i + 1}\n{cfg.prompt}{tokenizer.decode(row)}")
+            print(f"--- sample {i + 1}\n{cfg.prompt}{continuation(tokenizer, ids, row)}")
     seconds = time.perf_counter() - start
     n = cfg.samples * cfg.tokens
     of = f"{path}: {checkpoint['config']['sweep']}/{checkpoint['config']['name']}, n_kv={model.config.n_kv}"

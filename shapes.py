@@ -92,9 +92,10 @@ def read_json(path):
 
 
 def checkpoint_shape(ckpt):
-    """The shape of a checkpoint of train.py or uptrain.py; InputError when it is none."""
+    """The shape of a checkpoint of train.py or uptrain.py, or of a Hugging Face folder; InputError when it is none."""
     import torch
 
+    from huggingface import name_of
     from model import GPT
     from storage import find_checkpoint, load_checkpoint, load_model
 
@@ -107,7 +108,7 @@ def checkpoint_shape(ckpt):
     if not c.tie_weights:
         unread += c.vocab_size * c.n_embd
     return asdict(Shape(
-        name=path.stem, n_layer=c.n_layer, n_head=c.n_head, n_kv=c.n_kv, head_dim=c.head_dim, n_embd=c.n_embd,
+        name=name_of(path) if path.is_dir() else path.stem, n_layer=c.n_layer, n_head=c.n_head, n_kv=c.n_kv, head_dim=c.head_dim, n_embd=c.n_embd,
         context=c.block_size, params=model.n_params(), outside=outside, unread=unread, qkv_bias=c.bias,
     ))  # fmt: skip
 

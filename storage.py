@@ -6,12 +6,13 @@ import hashlib
 import json
 import os
 import re
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 import yaml
 
-from cli import InputError, strict
+from cli import InputError, nearest, strict
 from model import GPT, GPTConfig
 from tracking import provenance, write_atomically
 
@@ -39,15 +40,40 @@ def save_checkpoint(path, checkpoint):
 
 
 def find_checkpoint(ckpt):
-    """`ckpt=` as a path: as given, or a bare name looked up in checkpoints/."""
+    """
+    `ckpt=` as a path: of a file or a Hugging Face folder, as given or as a bare name looked up in checkpoints/; what is
+    neither, and can be the name of a model on the Hub, is looked for there.
+    """
     for path in (Path(ckpt), CHECKPOINTS / ckpt):
-        if path.is_file():
+        if path.is_file() or (path / "config.json").is_file():
             return path
-    have = (
-        ", ".join(sorted(p.name for p in CHECKPOINTS.glob("*.pt") if p.is_file() and ".calibration" not in p.suffixes))
-        or "nothing yet, `make sweep` fills it"
-    )
-    raise InputError(f"ckpt={ckpt}: no such file, here or in {CHECKPOINTS}/ ({have})")
+    files = [p.name for p in CHECKPOINTS.glob("*.pt") if p.is_file() and ".calibration" not in p.suffixes]
+    files = sorted(files + [p.parent.name for p in CHECKPOINTS.glob("*/config.json")])
+    have = f"{', '.join(files)}{nearest(ckpt, files)}" if files else "nothing yet, `make sweep` fills it"
+    wrong = f"ckpt={ckpt}: no such file, nor a Hugging Face folder, here or in {CHECKPOINTS}/ ({have})"
+    if Path(ckpt).exists() or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", ckpt) or ckpt.endswith(".pt"):
+        raise InputError(wrong)
+    try:
+        return from_hub(ckpt)
+    except InputError as error:
+        raise InputError(f"{wrong}; {error}") from None
+
+
+def from_hub(name):
+    """The folder of a model on the Hugging Face Hub: from its local cache, else downloaded. InputError when neither works."""
+    from huggingface_hub import snapshot_download  # here: it takes a while, and local paths never need it
+
+    from huggingface import HUB_FILES, weight_files
+
+    why = "not all of its files are there"
+    for local in (True, False):
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=local))
+            if (folder / "config.json").is_file() and all(path.is_file() for path in weight_files(folder)):
+                return folder
+        except Exception as error:  # of the network, of the Hub, of a cache that is damaged: many kinds
+            why = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+    raise InputError(f"nor does the Hugging Face Hub or its local cache give it ({why})")
 
 
 def checkpoints_of(ckpt=None, sweep=None):
@@ -70,7 +96,16 @@ def checkpoints_of(ckpt=None, sweep=None):
 
 
 def load_checkpoint(path, device="cpu"):
-    """A checkpoint's dict, weights without compile or DDP prefixes. InputError for files that are none of ours."""
+    """
+    A checkpoint's dict, weights without compile or DDP prefixes, of a file of ours or a Hugging Face folder. InputError for
+    what is neither.
+    """
+    if Path(path).is_dir():
+        from huggingface import checkpoint_from  # here: a notebook that reads our own files needs no tokenizers
+
+        checkpoint = checkpoint_from(path)
+        checkpoint["model"] = {name: p.to(device) for name, p in checkpoint["model"].items()}
+        return checkpoint
     try:
         checkpoint = torch.load(path, map_location=device, weights_only=True)  # runs no code from the file
     except Exception as error:
@@ -97,13 +132,17 @@ def load_model(checkpoint, device="cpu"):
 
 
 def calibration_path(path):
-    """Where the calibration of the checkpoint at `path` lies: beside the file itself, also when `path` is a link to it."""
-    return Path(path).resolve().with_suffix(".calibration.pt")
+    """Where the calibration of the checkpoint at `path` lies: beside the file itself, also when `path` is a link to it, or
+    in its folder."""
+    path = Path(path).resolve()
+    return path / "calibration.pt" if path.is_dir() else path.with_suffix(".calibration.pt")
 
 
 def digest(model):
     """The sha256 of a model's weights and shape: what a calibration is tied to."""
-    sha = hashlib.sha256(repr(model.config).encode())
+    # fields that came after the first calibrations count where they are set, so that those stay valid
+    shape = ", ".join(f"{name}={value!r}" for name, value in asdict(model.config).items() if value is not None)
+    sha = hashlib.sha256(f"GPTConfig({shape})".encode())
     for name, p in sorted(model.state_dict().items()):
         sha.update(name.encode() + p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
@@ -154,7 +193,9 @@ def open_run(config):
             else:
                 yield prefix + key, value
 
-    old, new = dict(flat(yaml.safe_load(path.read_text(encoding="utf-8")))), dict(flat(config))
+    # a folder from before the model had a field counts as having its default
+    fresh = {f"model.{f.name}": f.default for f in fields(GPTConfig)}
+    old, new = ({**fresh, **dict(flat(c))} for c in (yaml.safe_load(path.read_text(encoding="utf-8")), config))
     changed = [k for k in sorted({*old, *new} - {"data.origin"}) if old.get(k) != new.get(k)]  # one text, found elsewhere
     if changed:
         what = ", ".join(f"{k}={old.get(k)} (now {new.get(k)})" for k in changed[:4])

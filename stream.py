@@ -35,11 +35,15 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class Data:
-    """A prepared data set: `train` and `val` are int64-readable uint16 memmaps, `meta` is its meta.json."""
+    """
+    A prepared data set: `train` and `val` are int64-readable memmaps, `meta` is its meta.json; `window`, if given, the
+    tokens at a time to train and to be measured on, in place of the model's context.
+    """
 
     train: np.memmap
     val: np.memmap
     meta: dict
+    window: int | None = None
 
     @property
     def identity(self):
@@ -59,7 +63,7 @@ class Data:
 
     def evaluate(self, model):
         """What validation finds, by its names in the log."""
-        return {"val/loss": evaluate(model, self.val)}
+        return {"val/loss": evaluate(model, self.val, window=self.window)}
 
 
 class Recall(Data):
@@ -100,23 +104,27 @@ def load_recall(source, block_size):
     return Recall(None, val, meta)
 
 
-def load_data(name, source=None, block_size=None):
-    """Prepare (if needed) and open a data set by its folder's name. InputError when a split is too short to train on."""
+def load_data(name, source=None, block_size=None, tokenizer=None):
+    """
+    Prepare (if needed) and open a data set by its folder's name; `tokenizer` is a checkpoint's, for shakespeare_own.
+    InputError when a split is too short to train on.
+    """
     if name == "recall":
         return load_recall(source, block_size)
     folders = sorted(p.parent.name for p in Path(__file__).parent.glob("data/*/prepare.py"))
     if name not in folders:
         raise InputError(f"data={name!r} is unknown: {', '.join(sorted([*folders, 'recall']))}")
-    folder = importlib.import_module(f"data.{name}.prepare").prepare(source)
+    own = (tokenizer,) if name == "shakespeare_own" else ()
+    folder = importlib.import_module(f"data.{name}.prepare").prepare(source, *own)
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    splits = {split: np.memmap(folder / f"{split}.bin", dtype=np.uint16, mode="r") for split in ("train", "val")}
+    splits = {split: np.memmap(folder / f"{split}.bin", dtype=meta["dtype"], mode="r") for split in ("train", "val")}
     for split, tokens in splits.items():
         if block_size is not None and len(tokens) <= block_size:
             raise InputError(
                 f"the {split} split of {meta['corpus']} has {len(tokens)} tokens, too few for block_size={block_size}: "
                 f"give a longer text, or model.block_size={max(1, min(len(t) for t in splits.values()) - 1)} or less"
             )
-    return Data(splits["train"], splits["val"], meta)
+    return Data(splits["train"], splits["val"], meta, block_size)
 
 
 def get_batch(tokens, batch_size, block_size, seed, iteration, device="cpu"):

@@ -11,7 +11,7 @@ import math
 import re
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from tqdm import tqdm
@@ -161,7 +161,7 @@ def train(model, data, cfg, config, folder, *, device, wandb, job_type, first_ba
     extra        values for the summary, known before training
     """
     seed, name = config["seed"], config["name"]
-    T = model.config.block_size
+    T = data.window or model.config.block_size
     dtype, why = pick_dtype(cfg.dtype, device)
     model.to(device).train()
     optimizer = model.optimizer(cfg.lr, (cfg.beta1, cfg.beta2), cfg.weight_decay)
@@ -180,7 +180,7 @@ def train(model, data, cfg, config, folder, *, device, wandb, job_type, first_ba
     elif cfg.compile:
         attention, attention_why = next(iter(ATTENTION)), "torch.compile knows it"
     else:
-        attention, attention_why = pick_attention(model.config, cfg.batch_size, device, dtype)
+        attention, attention_why = pick_attention(replace(model.config, block_size=T), cfg.batch_size, device, dtype)
     for block in model.h:
         block.attn.causal = ATTENTION[attention]
     first, made_by = iteration, provenance()

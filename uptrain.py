@@ -6,10 +6,14 @@ original steps ("uptraining", GQA paper, arXiv 2305.13245, section 2.1).
     python uptrain.py ckpt=mha.pt groups=1 pool=first        MQA, keeping each group's first head (pool=mean|first|random)
     python uptrain.py ckpt=mha.pt groups=8                   nothing to pool: the parent, trained on for as many steps
     python uptrain.py ckpt=runs/cpu/kv2-s1/last.pt groups=1 fraction=0.1
+    python uptrain.py ckpt=gpt2 groups=2 data=shakespeare_bpe steps=200       a GPT-2 of the Hugging Face Hub
+    python uptrain.py ckpt=PATH/TO/HF groups=4 parent_steps=100000            a Llama's folder, 5 % of that many steps
 
 Prints the validation loss before, right after pooling, and after uptraining. Right after pooling it may well be near
 ln(vocabulary), the loss of knowing nothing: that is normal, the heads of a group were never trained to agree.
 A bare checkpoint name is looked up in checkpoints/, which `make sweep` fills. The same command again resumes or skips.
+A parent from elsewhere has no schedule to take a fraction of, nor a text: steps= or parent_steps= is needed, and the rest
+of the schedule is under `foreign`; the text is Tiny Shakespeare, or source=, in the tokens of its own tokenizer.
 """
 
 import json
@@ -25,6 +29,11 @@ from training import TrainConfig, set_up_device, train
 
 
 @dataclass(frozen=True)
+class Named:
+    name: str | None
+
+
+@dataclass(frozen=True)
 class Settings:
     """configs/uptrain.yaml, where each key has its reason."""
 
@@ -34,23 +43,31 @@ class Settings:
     pool: str
     fraction: float
     steps: int | None
+    parent_steps: int | None
+    data: Named
+    window: int | None
     name: str | None
     sweep: str | None
     source: str | None
     device: str
     threads: int | None
     train: dict
+    foreign: dict
 
     def __post_init__(self):
+        for key in ("parent_steps", "window"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
+                raise ValueError(f"{key}={getattr(self, key)} is not allowed: a whole number of at least 1, or null")
         if not 0 <= self.fraction <= 100:
             raise ValueError(f"fraction={self.fraction} is not allowed: 0.05 is 5 % of the parent's steps")
 
 
 def table(result):
     parent, pooled, uptrained = result["loss_parent"], result["loss_pooled"], result["val_loss_final"]
+    of = f" ({result['fraction']:.1%} of the parent's {result['parent_steps']})" if result["parent_steps"] else ""
     lines = [
         f"\n{result['name']}: {result['n_kv_parent']} -> {result['groups']} KV heads, pool={result['pool']}, "
-        f"{result['steps']} steps ({result['fraction']:.1%} of the parent's {result['parent_steps']})",
+        f"{result['steps']} steps{of}",
         f"  parent                    {parent:.4f} nats per token",
         f"  right after pooling       {pooled:.4f}   (+{pooled - parent:.4f}; ln(vocabulary) = {result['loss_uniform']:.4f})",
         f"  after uptraining          {uptrained:.4f}   (+{uptrained - parent:.4f} above the parent)",
@@ -66,29 +83,43 @@ def main(cfg):
     path = find_checkpoint(cfg.ckpt)
     checkpoint = load_checkpoint(path)
     home = path.resolve().parent
-    if (home / "config.yaml").exists() and not (home / "summary.json").exists():
+    if path.is_file() and (home / "config.yaml").exists() and not (home / "summary.json").exists():
         raise InputError(f"{path} belongs to a run that is not finished ({checkpoint['iteration']} steps): train it to its end")
-    if "train" not in checkpoint["config"]:
-        raise InputError(f"{path} was not trained by train.py, so there is no schedule to go on with")
+    was, foreign = checkpoint["config"], dict(cfg.foreign)
+    longest = foreign.pop("window")
+    window = cfg.window or was.get("window") or checkpoint["model_config"]["block_size"]
+    parent_steps, base = checkpoint["total_iterations"], was.get("train")
+    if cfg.parent_steps and base:
+        raise InputError(f"parent_steps={cfg.parent_steps} is for parents from elsewhere: {path} has done {parent_steps}")
+    if base is None:
+        if cfg.steps is None and cfg.parent_steps is None:
+            raise InputError(
+                f"{path} was not trained by train.py, so there is no schedule to take a fraction of: give steps=…, or "
+                "parent_steps=… (then fraction= is of those)"
+            )
+        window = cfg.window or min(window, longest)
+        parent_steps, base = cfg.parent_steps or 0, foreign
+    if window > checkpoint["model_config"]["block_size"]:
+        raise InputError(
+            f"window={window} is more than the parent's context: {checkpoint['model_config']['block_size']} or less"
+        )
     parent = load_model(checkpoint)
     try:
         model = pool_heads(parent, cfg.groups, cfg.pool, seed=checkpoint["seed"])
     except ValueError as error:
         raise InputError(str(error)) from None
-    parent_steps = checkpoint["total_iterations"]
     steps = round(cfg.fraction * parent_steps) if cfg.steps is None else cfg.steps
     fraction = steps / parent_steps if parent_steps else 0.0
-    was = checkpoint["config"]
     changed = {key: value for key, value in cfg.train.items() if value is not None}
-    train_config = strict(TrainConfig, {**was["train"], **changed, "steps": steps}, "train")
+    train_config = strict(TrainConfig, {**base, **changed, "steps": steps}, "train")
 
-    data = load_data(checkpoint["data"]["dataset"], cfg.source, model.config.block_size)
+    data = load_data(cfg.data.name or checkpoint["data"]["dataset"], cfg.source, window, checkpoint["tokenizer"])
     if data.meta["tokenizer"] != checkpoint["tokenizer"]:
         raise InputError(
             f"{path} knows another vocabulary ({checkpoint['data']['vocab_size']} tokens, {checkpoint['data']['corpus']}) "
             f"than this text ({data.meta['vocab_size']} tokens, {data.meta['corpus']}): give source= the parent's text"
         )
-    if cfg.source is None and data.meta["sha256"] != checkpoint["data"]["sha256"]:
+    if cfg.source is None and checkpoint["data"]["sha256"] not in (None, data.meta["sha256"]):  # None: on none of our texts
         raise InputError(
             f"{path} was trained on {checkpoint['data']['corpus']}, not on {data.meta['corpus']}: give source= a text"
         )
@@ -98,7 +129,7 @@ def main(cfg):
         "name": was["name"],
         "script": was["script"],
         "n_kv": parent.config.n_kv,
-        "total_iterations": parent_steps,
+        "total_iterations": checkpoint["total_iterations"],
         "commit": checkpoint["provenance"]["commit"],
     }
     config = {
@@ -113,12 +144,14 @@ def main(cfg):
         "data": data.identity,
         "parent": ancestry,
     }
+    if window != model.config.block_size:
+        config["window"] = window
     folder, state = open_run(config)
     if state == "finished":
         print(f"{name}: finished before ({folder})")
         print(table(json.loads((folder / "summary.json").read_text())))
         return
-    print(f"{name}: from {path} ({was['sweep']}/{was['name']}, {parent_steps} steps)", flush=True)
+    print(f"{name}: from {path} ({was['sweep']}/{was['name']}, {checkpoint['total_iterations']} steps)", flush=True)
     result = {
         "name": name,
         "n_kv_parent": parent.config.n_kv,
@@ -132,7 +165,7 @@ def main(cfg):
     }
     summary = train(
         model, data, train_config, config, folder, device=device, wandb=cfg.wandb, job_type="uptrain",
-        first_batch=parent_steps, parent=ancestry, extra=result,
+        first_batch=checkpoint["total_iterations"], parent=ancestry, extra=result,
     )  # fmt: skip
     print(table(summary))
     print(f"  -> {folder}/last.pt", flush=True)

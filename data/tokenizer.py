@@ -1,14 +1,18 @@
 """
-Text to token ids and back: one character a token, GPT-2's byte pairs, or SmolLM's, which a checkpoint brings along.
+Text to token ids and back: one character a token, GPT-2's byte pairs, or what a checkpoint brings along: SmolLM's byte
+pairs, or any tokenizer.json of Hugging Face.
 
     tokenizer = CharTokenizer.from_text(text)
     ids = tokenizer.encode("ROMEO:")           # list of int, one a token
     tokenizer.decode(ids)                      # "ROMEO:"
     tokenizer_from(tokenizer.state())          # the same tokenizer: state() is what a checkpoint carries
+    tokenizer.json()                           # the same as a tokenizer.json, for other people's programs
 """
 
+import contextlib
 import functools
 import hashlib
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -38,9 +42,15 @@ def tokenizer_from(state):
         return BPETokenizer()
     if kind == "smollm" and isinstance(state.get("tokens"), str) and type(state.get("n_special")) is int:
         return SmolLMTokenizer(state["tokens"].split(" "), state["n_special"])
+    if kind == "huggingface" and all(isinstance(state.get(key), str) for key in ("json", "config")):
+        return HuggingFaceTokenizer(state["json"], state["config"], state.get("bos"), state.get("eos"))
+    if kind == "none":
+        raise InputError("this checkpoint came without a tokenizer.json: put it into its folder, only then is there text")
     if kind == "recall":
         raise InputError("a checkpoint of data=recall knows keys and values, not text: retrieval.py measures it")
-    raise InputError(f"tokenizer kind {kind!r} is not known; allowed: 'char' or 'smollm' with what they consist of, 'gpt2'")
+    raise InputError(
+        f"tokenizer kind {kind!r} is not known; allowed: 'char', 'smollm' or 'huggingface' with what they consist of, 'gpt2'"
+    )
 
 
 def _checked_ids(ids, vocab_size):
@@ -53,6 +63,8 @@ def _checked_ids(ids, vocab_size):
 
 class CharTokenizer:
     """One token a character; ids follow the sorted order of the characters, as in nanoGPT."""
+
+    bos = eos = None  # each token is a character of the text: none can begin or end it
 
     def __init__(self, chars):
         self.chars = "".join(sorted(set(chars)))
@@ -81,11 +93,21 @@ class CharTokenizer:
     def state(self):
         return {"kind": "char", "chars": self.chars}
 
+    def json(self):
+        """tokenizer.json: every character a word, and nothing between words. Unknown ones are an error there too."""
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+        made = Tokenizer(models.WordLevel(self._id, unk_token=""))
+        made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        made.decoder = decoders.Fuse()
+        return made.to_str()
+
 
 class BPETokenizer:
     """GPT-2's byte-pair encoding. Its files are only looked for when the first text is encoded or decoded."""
 
     vocab_size = 50257
+    bos = eos = 50256
 
     def encode(self, text):
         """List of ids. Special text like <|endoftext|> is encoded as the ordinary characters it consists of."""
@@ -97,6 +119,13 @@ class BPETokenizer:
 
     def state(self):
         return {"kind": "gpt2", "n_vocab": self.vocab_size}
+
+    def json(self):
+        """tokenizer.json; there, unlike here, <|endoftext|> in a text is the special token."""
+        from tokenizers import pre_tokenizers
+
+        split = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return _byte_pairs_json(self._encoding._mergeable_ranks, {"<|endoftext|>": 50256}, split)
 
     @functools.cached_property
     def _encoding(self):
@@ -171,14 +200,121 @@ class SmolLMTokenizer:
         """The text of these ids; bytes that are not UTF-8 become U+FFFD. InputError for an id outside the vocabulary."""
         return self._encoding.decode(_checked_ids(ids, self.vocab_size))
 
+    @property
+    def bos(self):
+        return self.special.get("<|im_start|>", self.special.get("<|endoftext|>"))
+
+    @property
+    def eos(self):
+        return self.special.get("<|im_end|>", self.special.get("<|endoftext|>"))
+
     def state(self):
         return {"kind": "smollm", "tokens": " ".join(self.tokens), "n_special": len(self.special)}  # no token has a space
+
+    def json(self):
+        """tokenizer.json; there, unlike here, special tokens in a text are special."""
+        from tokenizers import pre_tokenizers
+
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        split = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        return _byte_pairs_json(self._ranks, self.special, split)
 
     @functools.cached_property
     def _encoding(self):
         import tiktoken
 
         return tiktoken.Encoding("smollm", pat_str=SMOLLM_PATTERN, mergeable_ranks=self._ranks, special_tokens=self.special)
+
+
+class HuggingFaceTokenizer:
+    """
+    Whatever a tokenizer.json says, by Hugging Face's library. It carries the file, so that a checkpoint needs no folder.
+
+    json      the text of tokenizer.json
+    config    that of tokenizer_config.json, or nothing: kept for others, not read here
+    bos, eos  ids of the tokens that begin and end a text, where the model's config names them; eos may be several
+
+    Texts are encoded as they are: special tokens in them as ordinary characters, and none added in front.
+    """
+
+    def __init__(self, json, config="", bos=None, eos=None):
+        from tokenizers import Tokenizer
+
+        self._json, self._config, self.bos, self.eos = json, config, bos, eos
+        try:
+            self._tokenizer = Tokenizer.from_str(json)
+        except Exception as error:  # the library raises nothing more exact
+            raise InputError(f"this tokenizer.json cannot be read: {str(error)[:200]}") from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._tokenizer.encode_special_tokens = True
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+
+    def encode(self, text):
+        """List of ids."""
+        return self._tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=False).ids
+
+    def decode(self, ids):
+        """
+        The text of these ids, special ones by their names. InputError for an id outside the vocabulary. Some tokenizers
+        drop the space that a text begins with, so the text of a part is not always a part of the text.
+        """
+        return self._tokenizer.decode(_checked_ids(ids, self.vocab_size), skip_special_tokens=False)
+
+    def state(self):
+        return {"kind": "huggingface", "json": self._json, "config": self._config, "bos": self.bos, "eos": self.eos}
+
+    def json(self):
+        return self._json
+
+
+def put_gpt2_files(text):
+    """
+    Whether a tokenizer.json, as a text, is GPT-2's. If so, the two files that its tokens are read from here are made of it,
+    where they are missing: byte for byte the same, so nothing needs fetching.
+    """
+    try:
+        model = json.loads(text)["model"]
+        vocab = json.dumps(dict(sorted(model["vocab"].items(), key=lambda item: item[1])))
+        merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+    files = {"encoder.json": vocab.encode(), "vocab.bpe": "\n".join(["#version: 0.2", *merges, ""]).encode()}
+    if any(hashlib.sha256(raw).hexdigest() != GPT2_SHA256[name] for name, raw in files.items()):
+        return False
+    for name, raw in files.items():
+        if not (GPT2_DIR / name).exists():
+            with contextlib.suppress(OSError):  # then they are looked for where they were before
+                write_atomically(GPT2_DIR / name, raw)
+    return True
+
+
+def continuation(tokenizer, before, new):
+    """The text that the ids `new` add to that of the ids `before`: see HuggingFaceTokenizer.decode."""
+    before = before[-8:]  # more context than any tokenizer looks at
+    return tokenizer.decode([*before, *new]).removeprefix(tokenizer.decode(before))
+
+
+def _byte_pairs_json(ranks, special, split):
+    """tokenizer.json of byte pairs, {bytes: id}, and special tokens, {text: id}; `split` makes words of a text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    letter = {b: c for c, b in _byte_letters().items()}
+
+    def pair(token):
+        """The two parts that a token is made of: what its bytes come to by merges that make lower ids than its own."""
+        parts = [bytes([b]) for b in token]
+        while len(parts) > 2:
+            i = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], len(ranks) + len(special)))
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        return tuple("".join(letter[b] for b in part) for part in parts)
+
+    vocab = {"".join(letter[b] for b in token): i for token, i in ranks.items()} | special
+    merges = [pair(token) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
+    made = Tokenizer(models.BPE(vocab, merges))
+    made.pre_tokenizer, made.decoder = split, decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(text, normalized=False) for text in special])
+    return made.to_str()
 
 
 def _byte_letters():

@@ -192,7 +192,8 @@ class Model(ctypes.Structure):
     """decode.cpp's Model."""
 
     _fields_ = (
-        [(name, ctypes.c_int) for name in ("n_layer", "n_head", "n_kv", "hd", "C", "inner", "V", "llama")]
+        [(name, ctypes.c_int) for name in ("n_layer", "n_head", "n_kv", "hd", "C", "inner", "V", "llama", "tanh")]
+        + [("eps", ctypes.c_float)]
         + [(name, ctypes.c_void_p) for name in ("wte", "wpe", "cos", "sin", "ln_f_w", "ln_f_b", "head")]
         + [("layers", ctypes.c_void_p)]
     )  # fmt: skip
@@ -219,16 +220,16 @@ class Step:
         ]  # fmt: skip  # in the order of decode.cpp's Weights
         flat = [None if w is None else w.data_ptr() for layer in self.weights for w in layer]
         self.layers = (ctypes.c_void_p * len(flat))(*flat)
-        inner = model.h[0].mlp.c_fc.weight.size(0)
         tensors = [
             model.wte.weight, model.wpe.weight if c.dialect == "gpt2" else None,
             getattr(model, "cos", None), getattr(model, "sin", None),
             model.ln_f.weight, getattr(model.ln_f, "bias", None), model.lm_head.weight,
         ]  # fmt: skip
         pointers = [None if w is None else w.data_ptr() for w in tensors]
-        sizes = (c.n_layer, c.n_head, c.n_kv, c.head_dim, c.n_embd, inner, c.vocab_size, c.dialect == "llama")
-        self.struct = Model(*sizes, *pointers, ctypes.cast(self.layers, ctypes.c_void_p))
-        self.shapes_fit = c.n_embd % 8 == 0 and inner % 8 == 0
+        sizes = (c.n_layer, c.n_head, c.n_kv, c.head_dim, c.n_embd, c.inner, c.vocab_size)
+        kinds = (c.dialect == "llama", c.gelu == "tanh")
+        self.struct = Model(*sizes, *kinds, c.eps, *pointers, ctypes.cast(self.layers, ctypes.c_void_p))
+        self.shapes_fit = c.n_embd % 8 == 0 and c.inner % 8 == 0 and c.n_head * c.head_dim % 8 == 0
         self.group = c.group
 
     def serves(self, idx, cache):

@@ -32,10 +32,13 @@ INLINE v8 gelu(v8 x) {  // x Phi(x), by erf to 1.5e-7 (Abramowitz and Stegun 7.1
               exp8(-a * a) * 0.5f;
     return x * (z < 0.0f ? tail : 1.0f - tail);
 }
-INLINE v8 silu(v8 x) {
-    v8 e = exp8(x < 0.0f ? x : -x);  // of -|x|
-    return x * (x < 0.0f ? e : v8{} + 1.0f) / (1.0f + e);
+INLINE v8 times_sigmoid(v8 x, v8 z) {  // x / (1 + e^-z)
+    v8 e = exp8(z < 0.0f ? z : -z);  // of -|z|
+    return x * (z < 0.0f ? e : v8{} + 1.0f) / (1.0f + e);
 }
+INLINE v8 silu(v8 x) { return times_sigmoid(x, x); }
+// GPT-2's x (1 + tanh u) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3), as x sigmoid(2u)
+INLINE v8 gelu_tanh(v8 x) { return times_sigmoid(x, 1.5957691216f * (x + 0.044715f * x * x * x)); }
 
 // out[M][8] = x[M][K] rows[8][K]^T
 template <class T> INLINE void eight_columns(int M, int K, const float *x, const T *rows, float (*out)[8]) {
@@ -49,7 +52,7 @@ template <class T> INLINE void eight_columns(int M, int K, const float *x, const
 
 // y[M, N] = x[M, K] w[N, K]^T + b[N]; every thread of the team takes some of the columns. K is a multiple of 8. Then, by
 // `what`: STORE it, ADD it to y, or apply an activation (SILU_TIMES multiplies what y held by silu of the sum).
-enum What { STORE, ADD, GELU, SILU_TIMES };
+enum What { STORE, ADD, GELU, GELU_TANH, SILU_TIMES };
 template <class T>
 static void linear(int M, int K, int N, const float *x, const T *w, const T *b, float *y, What what) {
     std::vector<float> unpacked(sizeof(T) == 4 || M < 3 ? 0 : 8 * K);
@@ -80,6 +83,7 @@ static void linear(int M, int K, int N, const float *x, const T *w, const T *b, 
             v8 s = load(out[m]) + load(bias);
             if (what == ADD) s += load(before);
             if (what == GELU) s = gelu(s);
+            if (what == GELU_TANH) s = gelu_tanh(s);
             if (what == SILU_TIMES) s = silu(s) * load(before);
             if (columns == 8) store(to, s);
             else memcpy(to, &s, sizeof(float) * columns);
@@ -88,13 +92,13 @@ static void linear(int M, int K, int N, const float *x, const T *w, const T *b, 
 }
 
 // y[M, C] = LayerNorm or RMSNorm of x[M, C]; each thread for itself: cheaper than waiting for another's
-template <class T> static void norm(int M, int C, const float *x, const T *w, const T *b, int rms, float *y) {
+template <class T> static void norm(int M, int C, const float *x, const T *w, const T *b, int rms, float eps, float *y) {
     for (int m = 0; m < M; m++) {
         v8 s = {}, squares = {};
         for (int c = 0; c < C; c += 8) s += load(x + m * C + c);
         const float mean = rms ? 0.0f : sum(s) / C;
         for (int c = 0; c < C; c += 8) squares += (load(x + m * C + c) - mean) * (load(x + m * C + c) - mean);
-        const float scale = 1.0f / sqrtf(sum(squares) / C + 1e-5f);
+        const float scale = 1.0f / sqrtf(sum(squares) / C + eps);
         for (int c = 0; c < C; c += 8) {
             v8 z = (load(x + m * C + c) - mean) * scale * load(w + c);
             store(y + m * C + c, b ? z + load(b + c) : z);
@@ -104,7 +108,8 @@ template <class T> static void norm(int M, int C, const float *x, const T *w, co
 
 // kernels/__init__.py fills these in; pointers to weights in the order of `Weights`, layer by layer
 struct Model {
-    int n_layer, n_head, n_kv, hd, C, inner, V, llama;
+    int n_layer, n_head, n_kv, hd, C, inner, V, llama, tanh;
+    float eps;
     const void *wte, *wpe, *cos, *sin, *ln_f_w, *ln_f_b, *head;
     const void *const *layers;
 };
@@ -114,11 +119,11 @@ enum Weights { LN1_W, LN1_B, ATTN_W, ATTN_B, PROJ_W, PROJ_B, LN2_W, LN2_B, GATE_
 template <class T>
 static void step(int threads, const Model &m, int B, int t, int past, const long *idx, Attend attend, void *const *stores,
                  int rotate_keys, float *logits) {
-    const int M = B * t, C = m.C, hd = m.hd, width = (m.n_head + 2 * m.n_kv) * hd;
+    const int M = B * t, C = m.C, hd = m.hd, heads = m.n_head * hd, width = heads + 2 * m.n_kv * hd;
     const Shape shape = {B, m.n_kv, m.n_head / m.n_kv, t, hd, past};
-    std::vector<float> x(M * C), qkv(M * width), y(M * C), h(M * m.inner), scratch(attend_scratch(shape, threads));
+    std::vector<float> x(M * C), qkv(M * width), y(M * heads), h(M * m.inner), scratch(attend_scratch(shape, threads));
     const long strides[3] = {(long)t * width, hd, width};  // of q, k and v in qkv [B, t, heads, hd]
-    float *q = qkv.data(), *k = q + m.n_head * hd, *v = k + m.n_kv * hd;
+    float *q = qkv.data(), *k = q + heads, *v = k + m.n_kv * hd;
     for (int i = 0; i < M; i++)
         for (int c = 0; c < C; c++)
             x[i * C + c] = to_float(((const T *)m.wte)[idx[i] * C + c]) +
@@ -128,7 +133,7 @@ static void step(int threads, const Model &m, int B, int t, int past, const long
         std::vector<float> n(M * C);
         for (int layer = 0; layer < m.n_layer; layer++) {
             const T *const *w = (const T *const *)m.layers + layer * WEIGHTS;
-            norm(M, C, x.data(), w[LN1_W], w[LN1_B], m.llama, n.data());
+            norm(M, C, x.data(), w[LN1_W], w[LN1_B], m.llama, m.eps, n.data());
             linear(M, C, width, n.data(), w[ATTN_W], w[ATTN_B], q, STORE);
             if (m.llama) {
 #pragma omp for schedule(static)
@@ -146,13 +151,13 @@ static void step(int threads, const Model &m, int B, int t, int past, const long
                 }
             }
             attend(stores[layer], shape, threads, q, strides, k, strides, v, strides, y.data(), scratch.data());
-            linear(M, C, C, y.data(), w[PROJ_W], w[PROJ_B], x.data(), ADD);
-            norm(M, C, x.data(), w[LN2_W], w[LN2_B], m.llama, n.data());
-            linear(M, C, m.inner, n.data(), w[FC_W], w[FC_B], h.data(), m.llama ? STORE : GELU);
+            linear(M, heads, C, y.data(), w[PROJ_W], w[PROJ_B], x.data(), ADD);
+            norm(M, C, x.data(), w[LN2_W], w[LN2_B], m.llama, m.eps, n.data());
+            linear(M, C, m.inner, n.data(), w[FC_W], w[FC_B], h.data(), m.llama ? STORE : m.tanh ? GELU_TANH : GELU);
             if (m.llama) linear(M, C, m.inner, n.data(), w[GATE_W], (const T *)nullptr, h.data(), SILU_TIMES);
             linear(M, m.inner, C, h.data(), w[OUT_W], w[OUT_B], x.data(), ADD);
         }
-        norm(M, C, x.data(), (const T *)m.ln_f_w, (const T *)m.ln_f_b, m.llama, n.data());
+        norm(M, C, x.data(), (const T *)m.ln_f_w, (const T *)m.ln_f_b, m.llama, m.eps, n.data());
         linear(M, C, m.V, n.data(), (const T *)m.head, (const T *)nullptr, logits, STORE);
     }
 }

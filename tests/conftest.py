@@ -2,11 +2,14 @@
 
 import importlib
 import json
+import os
 import random
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read at import: no test looks for a model on the Hub
 
 import pytest
 import torch
@@ -64,11 +67,13 @@ def move_to(folder, monkeypatch):
     """Work in `folder`: runs/ and checkpoints/ are relative to it; prepared data and the default text go there too."""
     import data.corpus
     import data.shakespeare_char.prepare as char_data
+    import data.shakespeare_own.prepare as own_data
 
     monkeypatch.chdir(folder)
     monkeypatch.delenv("TINY_SHAKESPEARE", raising=False)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # scripts set it: give it back after the test
     monkeypatch.setattr(char_data, "DATASET_DIR", folder / "data" / "shakespeare_char")
+    monkeypatch.setattr(own_data, "DATASET_DIR", folder / "data" / "shakespeare_own")
     monkeypatch.setattr(data.corpus, "CACHE", folder / "input.txt")
     # a race of dtypes and of kernels at each start costs more than a run here; test_training.py has it run
     monkeypatch.setattr(training, "pick_dtype", lambda dtype, device: (dtype.replace("auto", "float32"), "as told"))

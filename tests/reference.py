@@ -69,7 +69,8 @@ def reference_logits(model, idx, weights=None):
     """Logits [B, T, V] in float64 of the model's weights (or of those given), without calling the model."""
     c = model.config
     w = weights or {name: p.detach().double() for name, p in model.state_dict().items()}
-    hd, n_q, n_kv = c.n_embd // c.n_head, c.n_embd, c.n_kv * (c.n_embd // c.n_head)
+    hd = c.n_embd // c.n_head if c.head_size is None else c.head_size
+    n_q, n_kv, eps = c.n_head * hd, c.n_kv * hd, 1e-5 if c.norm_eps is None else c.norm_eps
     B, T = idx.shape
 
     def linear(x, name):
@@ -79,7 +80,7 @@ def reference_logits(model, idx, weights=None):
     def norm(x, name):
         if c.dialect == "gpt2":
             x = x - x.mean(-1, keepdim=True)
-        x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * w[f"{name}.weight"]
+        x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * w[f"{name}.weight"]
         return x + w[f"{name}.bias"] if f"{name}.bias" in w else x
 
     x = w["wte.weight"][idx]
@@ -99,7 +100,8 @@ def reference_logits(model, idx, weights=None):
         z = norm(x, f"{at}.ln_2")
         if c.dialect == "gpt2":
             z = linear(z, f"{at}.mlp.c_fc")
-            z = z * 0.5 * (1 + torch.erf(z / math.sqrt(2)))
+            u = math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)
+            z = z * 0.5 * (1 + (torch.tanh(u) if c.gelu == "tanh" else torch.erf(z / math.sqrt(2))))
         else:
             gate = linear(z, f"{at}.mlp.c_gate")
             z = gate / (1 + torch.exp(-gate)) * linear(z, f"{at}.mlp.c_fc")

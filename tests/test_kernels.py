@@ -120,10 +120,13 @@ def test_a_step_gives_the_logits_of_the_float64_model(n_kv, dialect, sizes, bias
 @compiled
 @given(
     n_kv=st.sampled_from(SHAPES), dialect=st.sampled_from(DIALECTS), B=st.integers(1, 12), head_dim=st.sampled_from([2, 4, 6, 32, 40]),
-    vocab=st.integers(1, 40), t=st.integers(1, 5),
+    vocab=st.integers(1, 40), t=st.integers(1, 5), n_embd=st.sampled_from([None, 16, 72]), inner=st.sampled_from([None, 8, 40]),
+    eps=st.sampled_from([None, 1e-2]), tanh=st.booleans(),
 )  # fmt: skip
-def test_a_step_agrees_with_the_model_for_any_shape(n_kv, dialect, B, head_dim, vocab, t):
-    model = small_model(n_kv, dialect, n_embd=8 * head_dim, vocab_size=vocab)
+def test_a_step_agrees_with_the_model_for_any_shape(n_kv, dialect, B, head_dim, vocab, t, n_embd, inner, eps, tanh):
+    fields = {} if n_embd is None else {"head_size": head_dim}
+    fields |= {"n_inner": inner, "norm_eps": eps, "gelu": "tanh" if tanh and dialect == "gpt2" else None}
+    model = small_model(n_kv, dialect, n_embd=n_embd or 8 * head_dim, vocab_size=vocab, **fields)
     idx = tokens(B, 9 + t, vocab)
     ours, plain, step = make_cache(model, 24, B), make_cache(model, 24, B), kernels.Step(model)
     with torch.no_grad():
@@ -385,3 +388,13 @@ def test_a_resumed_run_keeps_the_attention_it_began_with(call, cwd, monkeypatch,
         torch.save({key: value for key, value in torch.load(path).items() if key != "attention"}, path)
     code, out, _ = call("train", *TINY)
     assert code == 0 and f"attention by {kernel if named else next(iter(training.ATTENTION))} (as before)" in out
+
+
+@compiled
+@pytest.mark.parametrize(
+    "fields, fit", [({"n_inner": 100}, False), ({"n_inner": 104}, True), ({"head_size": 5}, True)], ids=str
+)
+def test_a_step_says_which_widths_it_serves(fields, fit):
+    model = small_model(2, "gpt2", **fields)
+    with torch.no_grad():
+        assert kernels.Step(model).serves(tokens(1, 1), make_cache(model, 4)) == fit

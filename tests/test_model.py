@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 from decoding import make_cache
-from model import GPT, GPTConfig, causal_attention
+from model import GPT, GPTConfig, causal_attention, rotary_table
 
 
 def random_qkv(B=2, n_head=8, n_kv=2, T=7, hd=4, seed=0):
@@ -346,3 +346,77 @@ def test_a_later_token_never_changes_an_earlier_logit(dialect):
     before, after = model(idx)[0], model(changed)[0]
     assert torch.equal(before[0, :7], after[0, :7])
     assert (before[0, 7:] - after[0, 7:]).abs().amax(-1).min() > 1e-3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what checkpoints made elsewhere need
+
+ELSEWHERE = [
+    ("gpt2", {"bias": True, "gelu": "tanh", "norm_eps": 1e-3, "n_inner": 40}),
+    ("gpt2", {"head_size": 5, "bias": True}),
+    ("llama", {"head_size": 6, "n_inner": 24, "norm_eps": 1e-2}),
+    ("llama", {"head_size": 16, "rope_base": 500.0}),
+]
+
+
+@pytest.mark.parametrize("dialect, fields", ELSEWHERE, ids=str)
+@pytest.mark.parametrize("n_kv", SHAPES)
+@torch.no_grad()
+def test_models_of_other_widths_give_the_float64_logits(n_kv, dialect, fields):
+    model, idx = small_model(n_kv, dialect, **fields), tokens(2, 20)
+    wanted = reference_logits(model, idx)
+    assert (model(idx)[0] - wanted).abs().max() < 1e-4
+    cache = make_cache(model, 20, 2)
+    cached = torch.cat([model(part, cache=cache)[0] for part in idx.split([7, 1, 12], dim=1)], dim=1)
+    assert (cached - wanted).abs().max() < 1e-4
+    assert model.h[0].attn.c_proj.weight.shape == (64, 8 * model.config.head_dim)
+    assert sum(cache.nbytes().values()) == 2 * 2 * n_kv * fields.get("head_size", 8) * 20 * 2 * 4
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "linear", "factor": 4.0}, LLAMA3], ids=lambda s: s["rope_type"])
+def test_scaled_rotations_are_hugging_faces(scaling):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(head_dim=32, rope_parameters={**scaling, "rope_theta": 10000.0})
+    frequency, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, device="cpu")
+    cos, sin = rotary_table(GPTConfig(dialect="llama", n_embd=256, block_size=100, rope_scaling=scaling))
+    angle = torch.arange(100, dtype=torch.float64)[:, None] * frequency.double()  # [100, 16]
+    assert factor == 1.0
+    assert (cos[:, :16] - angle.cos()).abs().max() < 1e-4 and (sin[:, 16:] - angle.sin()).abs().max() < 1e-4
+    plain, _ = rotary_table(GPTConfig(dialect="llama", n_embd=256, block_size=100))
+    assert (cos - plain).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"head_size": 0}, "head_size=0"),
+        ({"n_inner": -1}, "n_inner=-1"),
+        ({"dialect": "llama", "head_size": 5}, "head_dim=5 is odd"),
+        ({"norm_eps": -1.0}, "norm_eps=-1.0"),
+        ({"gelu": "quick"}, "gelu='quick'"),
+        ({"dialect": "llama", "gelu": "tanh"}, "gelu='tanh'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "gpt2 dialect"),
+        ({"dialect": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ({"dialect": "llama", "rope_scaling": {"rope_type": "linear"}}, "takes factor"),
+        ({"dialect": "llama", "rope_scaling": {"rope_type": "linear", "factor": 0.0}}, "factor=0.0"),
+        ({"dialect": "llama", "rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "low_freq_factor"),
+    ],
+)
+def test_other_widths_that_cannot_be_are_refused_in_one_line(fields, words):
+    with pytest.raises(ValueError) as error:
+        GPTConfig(**fields)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_new_fields_left_alone_change_no_name_and_no_weight():
+    explicit = GPT(GPTConfig(head_size=32, n_inner=1024, norm_eps=1e-5), seed=3)
+    for (name, p), (same, q) in zip(GPT(GPTConfig(), seed=3).state_dict().items(), explicit.state_dict().items(), strict=True):
+        assert name == same and torch.equal(p, q)

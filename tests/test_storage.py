@@ -1,17 +1,21 @@
 """Checkpoints: plain, whole or the one before, from compiled and wrapped models too, and never code."""
 
+import hashlib
 import json
 import os
 import pickle
 from collections import OrderedDict
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import make_text, refusal, rows
+import yaml
+from conftest import TINY, make_text, refusal, rows
 from reference import tokens
 
-from storage import find_checkpoint, load_checkpoint, load_model, save_checkpoint
+from model import GPT
+from storage import digest, find_checkpoint, load_checkpoint, load_model, save_checkpoint
 from stream import evaluate
 
 
@@ -134,3 +138,41 @@ def test_a_bare_name_is_looked_up_in_checkpoints_and_a_path_is_taken_as_it_is(cw
     assert find_checkpoint(str(cwd / "here.pt")) == cwd / "here.pt"
     assert "mha.pt" in refusal(find_checkpoint, "mah.pt")  # says what there is
     refusal(find_checkpoint, "checkpoints")
+
+
+LATER = ("head_size", "n_inner", "norm_eps", "gelu", "rope_scaling")  # fields that the first checkpoints do not have
+
+
+def test_a_checkpoint_from_before_a_field_has_its_default_and_its_calibration(trained):
+    checkpoint = torch.load(trained / "last.pt")
+    model = load_model(checkpoint)
+    for name in LATER:
+        assert checkpoint["model_config"].pop(name) is None
+    old = load_model(checkpoint)
+    assert old.config == model.config
+    # what calibrations were tied to before there were more fields
+    c = old.config
+    shape = (
+        f"GPTConfig(dialect='gpt2', vocab_size={c.vocab_size}, block_size={c.block_size}, n_layer={c.n_layer}, n_head=8, n_kv=8, "
+        f"n_embd={c.n_embd}, bias={c.bias}, dropout={c.dropout}, rope_base={c.rope_base}, tie_weights={c.tie_weights})"
+    )
+    sha = hashlib.sha256(shape.encode())
+    for name, p in sorted(old.state_dict().items()):
+        sha.update(name.encode() + p.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    assert digest(old) == sha.hexdigest()
+    assert digest(GPT(replace(c, norm_eps=1e-6))) != digest(GPT(c))
+
+
+def test_a_run_folder_from_before_a_field_is_resumed(call, cwd):
+    assert call("train", *TINY, "train.steps=10")[0] == 0
+    folder = cwd / "runs/t/kv8-s1"
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    for name in LATER:
+        assert config["model"].pop(name) is None
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    code, out, _ = call("train", *TINY, "train.steps=10")
+    assert code == 0 and "finished before" in out
+    config["model"]["n_inner"] = 64
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    code, _, err = call("train", *TINY, "train.steps=10")
+    assert code == 2 and "model.n_inner=64 (now None)" in err

@@ -1,0 +1,78 @@
+"""
+Write a checkpoint as a Hugging Face folder, which transformers, vLLM and most other programs load.
+
+    python export.py ckpt=mha.pt out=exported/mha
+    python export.py ckpt=runs/llama/kv2-s1/last.pt out=exported/llama dtype=bfloat16
+
+Models of the llama dialect become LlamaForCausalLM, those of the gpt2 dialect with n_kv = n_head GPT2LMHeadModel; what
+these classes cannot express is refused. The tokenizer goes along, so a character model takes and gives text there too.
+Prints the files, and how to load them. The folder appears whole or not at all.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cli import InputError, script
+from data.tokenizer import tokenizer_from
+from huggingface import refuse_folder, to_huggingface
+from storage import find_checkpoint, load_checkpoint, load_model
+
+SERVED = (32, 48, 64, 80, 96, 112, 128)  # head_dim that vLLM has been seen to serve on a CPU
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """configs/export.yaml, where each key has its reason."""
+
+    ckpt: str
+    out: str
+    dtype: str
+
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype} is not allowed: {', '.join(DTYPES)}")
+        if not self.out.strip():
+            raise ValueError("out is empty: give the folder to write")
+
+
+@script("export", Settings)
+def main(cfg):
+    out = Path(cfg.out)
+    refuse_folder(out)  # before a checkpoint of gigabytes is read
+    path = find_checkpoint(cfg.ckpt)
+    if path.resolve() == out.resolve():
+        raise InputError(f"out={out} is the checkpoint itself: give another folder")
+    checkpoint = load_checkpoint(path)
+    model = load_model(checkpoint)
+    textless = checkpoint["tokenizer"]["kind"] in ("none", "recall")
+    tokenizer = None if textless else tokenizer_from(checkpoint["tokenizer"])
+    was = checkpoint["config"]
+    notes = {
+        "from": {"sweep": was["sweep"], "name": was["name"], "iteration": checkpoint["iteration"]},
+        "data": checkpoint["data"],
+    }
+    files = to_huggingface(model, tokenizer, out, DTYPES[cfg.dtype], notes)
+    c = model.config
+    kind = "LlamaForCausalLM" if c.dialect == "llama" else "GPT2LMHeadModel"
+    print(
+        f"{out}: {kind}, {c.n_layer} layers, {c.n_head} query heads, n_kv={c.n_kv}, head_dim {c.head_dim}, context "
+        f"{c.block_size:,}, {model.n_params():,} weights in {cfg.dtype}"
+    )
+    for name in files:
+        print(f"  {(out / name).stat().st_size:>13,} bytes  {name}")
+    print(
+        f"\ntransformers  AutoModelForCausalLM.from_pretrained({str(out)!r})"
+        + ("" if textless else f", AutoTokenizer.from_pretrained({str(out)!r})")
+        + f"\nvLLM          python -m vllm.entrypoints.openai.api_server --model {out} --dtype {cfg.dtype}"
+        + (" --skip-tokenizer-init" if textless else "")
+        + f"\nnanoGQA       python sample.py ckpt={out}"
+    )
+    if c.head_dim not in SERVED:
+        print(f"note: vLLM on a CPU serves heads of {', '.join(map(str, SERVED))} numbers; these have {c.head_dim}")
+
+
+if __name__ == "__main__":
+    main()
