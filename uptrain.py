@@ -3,14 +3,16 @@ Turn a trained checkpoint into one with fewer key-value heads: pool them, then t
 original steps ("uptraining", GQA paper, arXiv 2305.13245, section 2.1).
 
     python uptrain.py ckpt=mha.pt groups=2                   MHA -> GQA with 2 KV heads, 5 % of the parent's steps
-    python uptrain.py ckpt=mha.pt groups=1 pool=first        MQA, keeping each group's first head (pool=mean|first|random)
+    python uptrain.py ckpt=mha.pt groups=2 pool=svd          the shared heads that lose least (pool=mean|first|random|aligned|svd)
+    python uptrain.py ckpt=mha.pt groups=1 pool=first        MQA, keeping each group's first head
     python uptrain.py ckpt=mha.pt groups=8                   nothing to pool: the parent, trained on for as many steps
     python uptrain.py ckpt=runs/cpu/kv2-s1/last.pt groups=1 fraction=0.1
     python uptrain.py ckpt=gpt2 groups=2 data=shakespeare_bpe steps=200       a GPT-2 of the Hugging Face Hub
     python uptrain.py ckpt=PATH/TO/HF groups=4 parent_steps=100000            a Llama's folder, 5 % of that many steps
 
 Prints the validation loss before, right after pooling, and after uptraining. Right after pooling it may well be near
-ln(vocabulary), the loss of knowing nothing: that is normal, the heads of a group were never trained to agree.
+ln(vocabulary), the loss of knowing nothing: that is normal, the heads of a group were never trained to agree. pool=aligned
+and pool=svd look at a few batches of training text first; pooling.py says what they do.
 A bare checkpoint name is looked up in checkpoints/, which `make sweep` fills. The same command again resumes or skips.
 A parent from elsewhere has no schedule to take a fraction of, nor a text: steps= or parent_steps= is needed, and the rest
 of the schedule is under `foreign`; the text is Tiny Shakespeare, or source=, in the tokens of its own tokenizer.
@@ -20,12 +22,16 @@ import json
 import math
 from dataclasses import asdict, dataclass
 
+import torch
+
 from cli import InputError, script, strict
-from convert import pool_heads
+from pooling import MEASURED, measure, pool_heads, pooled_config
 from storage import find_checkpoint, load_checkpoint, load_model, open_run
 from stream import load_data
 from tracking import WandbConfig
 from training import TrainConfig, set_up_device, train
+
+MEASURED_ON = 16  # sequences of the parent's text
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class Settings:
     ckpt: str
     groups: int
     pool: str
+    similar: bool
     fraction: float
     steps: int | None
     parent_steps: int | None
@@ -105,7 +112,7 @@ def main(cfg):
         )
     parent = load_model(checkpoint)
     try:
-        model = pool_heads(parent, cfg.groups, cfg.pool, seed=checkpoint["seed"])
+        model_config = pooled_config(parent.config, cfg.groups, cfg.pool)
     except ValueError as error:
         raise InputError(str(error)) from None
     steps = round(cfg.fraction * parent_steps) if cfg.steps is None else cfg.steps
@@ -123,7 +130,7 @@ def main(cfg):
         raise InputError(
             f"{path} was trained on {checkpoint['data']['corpus']}, not on {data.meta['corpus']}: give source= a text"
         )
-    name = cfg.name or f"{was['name']}-to-kv{cfg.groups}-{cfg.pool}"
+    name = cfg.name or f"{was['name']}-to-kv{cfg.groups}-{cfg.pool}{'-similar' * cfg.similar}"
     ancestry = {
         "sweep": was["sweep"],
         "name": was["name"],
@@ -138,13 +145,14 @@ def main(cfg):
         "name": name,
         "seed": checkpoint["seed"],
         "pool": cfg.pool,
+        **({"similar": True} if cfg.similar else {}),
         "fraction": fraction,
-        "model": asdict(model.config),
+        "model": asdict(model_config),
         "train": asdict(train_config),
         "data": data.identity,
         "parent": ancestry,
     }
-    if window != model.config.block_size:
+    if window != model_config.block_size:
         config["window"] = window
     folder, state = open_run(config)
     if state == "finished":
@@ -152,6 +160,11 @@ def main(cfg):
         print(table(json.loads((folder / "summary.json").read_text())))
         return
     print(f"{name}: from {path} ({was['sweep']}/{was['name']}, {checkpoint['total_iterations']} steps)", flush=True)
+    seen = None
+    if cfg.pool in MEASURED or cfg.similar:
+        text = data.samples(MEASURED_ON, min(512, window))  # attention weights grow with T^2
+        seen = measure(parent, torch.cat([x for x, _ in text]))
+    model = pool_heads(parent, cfg.groups, cfg.pool, checkpoint["seed"], seen, cfg.similar)
     result = {
         "name": name,
         "n_kv_parent": parent.config.n_kv,

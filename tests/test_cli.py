@@ -191,7 +191,7 @@ def test_sample_refuses_in_one_line(call, mha, wrong, words):
         ("ckpt=mha.pt groups=two", "groups='two'"),
         ("ckpt=mha.pt groups='2'", "groups='2'"),
         ("ckpt=mha.pt groups=true", "True"),
-        ("ckpt=mha.pt groups=2 pool=median", "median mean first random"),
+        ("ckpt=mha.pt groups=2 pool=median", "median mean first random aligned svd"),
         ("ckpt=mha.pt groups=2 fraction=-1", "fraction=-1"),
         ("ckpt=mha.pt groups=2 fraction=nan", "fraction=nan"),
         ("ckpt=mha.pt groups=2 fraction=x", "fraction='x'"),

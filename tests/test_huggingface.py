@@ -32,11 +32,11 @@ from transformers import (
 import data.shakespeare_bpe.prepare as bpe_data
 import data.tokenizer as tokenizers
 import kernels
-from convert import pool_heads
 from data.tokenizer import BPETokenizer, CharTokenizer, HuggingFaceTokenizer, continuation, tokenizer_from
 from decoding import generate, make_cache
 from huggingface import checkpoint_from, from_huggingface, name_of, to_huggingface
 from model import GPT
+from pooling import pool_heads
 from storage import find_checkpoint, load_checkpoint, load_model
 
 logging.set_verbosity_error()

@@ -11,7 +11,7 @@ from conftest import make_text, rows
 from test_training import equal
 
 import stream
-from convert import pool_heads
+from pooling import POOLS, measure, pool_heads
 from storage import load_checkpoint, load_model
 from stream import evaluate, get_batch
 
@@ -41,7 +41,7 @@ def test_a_bare_name_is_pooled_and_trained_on_and_three_losses_are_printed(call,
     assert last["parent"]["name"] == "kv8-s1" and last["parent"]["total_iterations"] == 20
 
 
-@pytest.mark.parametrize("pool", ["mean", "first", "random"])
+@pytest.mark.parametrize("pool", POOLS)
 def test_as_many_groups_as_heads_leave_the_parents_loss_exactly(call, mha, cwd, pool):
     assert call("uptrain", "ckpt=mha.pt", "groups=8", f"pool={pool}", *QUIET)[0] == 0
     got = summary(cwd, f"kv8-s1-to-kv8-{pool}")
@@ -59,6 +59,17 @@ def test_the_steps_are_a_fraction_of_the_parents_or_as_given(call, mha, cwd, giv
     assert f"{steps} steps" in out
     if steps == 0:
         assert got["val_loss_final"] == got["loss_pooled"]
+
+
+@pytest.mark.parametrize("pool", ["aligned", "svd"])
+def test_pooling_that_looks_at_the_text_first(call, mha, cwd, trained, pool):
+    code, out, err = call("uptrain", "ckpt=mha.pt", "groups=2", f"pool={pool}", "similar=true", "steps=2", *QUIET)
+    assert code == 0, err
+    got = summary(cwd, f"kv8-s1-to-kv2-{pool}-similar")
+    parent = load_model(load_checkpoint(mha))
+    data = stream.load_data(load_checkpoint(mha)["data"]["dataset"], None, parent.config.block_size)
+    seen = measure(parent, torch.cat([x for x, _ in data.samples(16, parent.config.block_size)]))
+    assert got["loss_pooled"] == evaluate(pool_heads(parent, 2, pool, moments=seen, similar=True), VAL)
 
 
 def test_the_batches_go_on_where_the_parents_stopped_also_in_the_next_generation(call, mha, cwd, monkeypatch):
