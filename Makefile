@@ -6,6 +6,7 @@ SEEDS  ?= 1,2,3
 JOBS   ?= $(if $(filter gpu,$(PRESET)),1,2)
 PY     := .venv/bin/python
 READY  := .venv/.ready
+SERVE_PIP = .venv-serve/bin/python -m pip install --quiet
 PARALLEL = hydra/launcher=joblib hydra.launcher.n_jobs=$(JOBS) \
            threads=$$($(PY) -c "import os; print(max(1, os.cpu_count() // $(JOBS)))")
 comma  := ,
@@ -13,7 +14,7 @@ PARENTS = $(subst $(comma),/last.pt$(comma)runs/$(PRESET)/kv8-s,runs/$(PRESET)/k
 export PYTHONUNBUFFERED = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data sweep train uptrain eval pretrained quant recall quant-pretrained bench bench-caches analysis calculator dashboard sync test test-slow lint clean
+.PHONY: help setup data sweep train uptrain eval pretrained quant recall quant-pretrained bench bench-caches serve-setup analysis calculator dashboard sync test test-slow lint clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -93,7 +94,9 @@ quant-pretrained: pretrained  ## SmolLM2-135M through each cache: perplexity at 
 bench-caches: $(READY)  ## decoding over every kind of cache, taking turns: some minutes
 	$(PY) bench/caches.py
 
-bench: .venv/.bench .venv-vllm/.ready  ## training and decoding beside peers and the machine's limits (ARGS="dtypes=[float32]")
+# Without vLLM the others are measured
+bench: .venv/.bench  ## training and decoding beside peers and the machine's limits (ARGS="dtypes=[float32]")
+	-@$(MAKE) --no-print-directory serve-setup
 	$(PY) bench/bench.py $(ARGS)
 	$(PY) bench/report.py
 
@@ -101,9 +104,17 @@ bench: .venv/.bench .venv-vllm/.ready  ## training and decoding beside peers and
 	$(PY) -m pip install --quiet -e ".[bench]"
 	@touch $@
 
-.venv-vllm/.ready: bench/vllm.txt  # without it the others are measured
-	-$(PYTHON) -m venv .venv-vllm && .venv-vllm/bin/python -m pip install --quiet --no-deps -r bench/vllm.txt
-	@mkdir -p .venv-vllm && touch $@
+serve-setup: .venv-serve/.ready  ## real vLLM in an environment of its own, .venv-serve (1-5 min, 2.4 GB)
+
+# vLLM pins its own torch, so it has an environment of its own. On a CPU the list is whole and exact; its torch is not on PyPI
+# but on PyTorch's index, which is asked where no folder of wheels (PIP_FIND_LINKS) has it
+.venv-serve/.ready: bench/vllm.txt
+	$(PYTHON) -m venv .venv-serve
+	@if command -v nvidia-smi >/dev/null; then $(SERVE_PIP) vllm==0.32.0; else \
+	  $(SERVE_PIP) --no-deps -r bench/vllm.txt || \
+	  $(SERVE_PIP) --no-deps -r bench/vllm.txt --extra-index-url https://download.pytorch.org/whl/cpu; fi
+	.venv-serve/bin/python -c "import vllm; print('vLLM', vllm.__version__)"
+	@touch $@
 
 analysis: $(READY)  ## tables and notebooks from the runs of PRESET
 	$(PY) analysis/notebooks.py sweep=$(PRESET)
