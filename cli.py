@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent
 CONFIGS = ROOT / "configs"
 
 
-TEXTS = ("ckpt", "source", "data.source", "prompt", "shape.name", "draft")  # keys whose values are any text: paths, prompts
+# keys whose values are any text: paths, prompts
+TEXTS = ("ckpt", "ckpt2", "source", "data.source", "prompt", "shape.name", "draft")
 
 
 class InputError(ValueError):
