@@ -14,7 +14,7 @@ PARENTS = $(subst $(comma),/last.pt$(comma)runs/$(PRESET)/kv8-s,runs/$(PRESET)/k
 export PYTHONUNBUFFERED = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data sweep train uptrain eval pretrained quant recall quant-pretrained bench bench-caches serve-setup analysis calculator dashboard sync test test-slow lint clean
+.PHONY: help setup data sweep train uptrain eval pretrained quant recall quant-pretrained bench bench-caches serve serve-setup serve-test analysis calculator dashboard sync test test-slow lint clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -116,6 +116,16 @@ serve-setup: .venv-serve/.ready  ## real vLLM in an environment of its own, .ven
 	.venv-serve/bin/python -c "import vllm; print('vLLM', vllm.__version__)"
 	@touch $@
 
+# GPT-2's class has no n_kv, so what is served beside its MHA is of the llama dialect
+CKPT  ?= runs/llama/kv8-s1/last.pt
+CKPT2 ?= $(if $(filter runs/llama/kv8-s1/last.pt,$(CKPT)),runs/llama/kv2-s1/last.pt)
+
+serve: $(READY) .venv-serve/.ready  ## CKPT and CKPT2 on a real vLLM: capacity, latency, throughput (ARGS="memory=1GiB")
+	$(PY) serve.py ckpt=$(CKPT) $(if $(CKPT2),ckpt2=$(CKPT2)) $(ARGS)
+
+serve-test: $(READY) .venv-serve/.ready  ## the tests that start a real vLLM (under 15 minutes on 2 cores, its set-up included)
+	$(PY) -m pytest -m vllm
+
 analysis: $(READY)  ## tables and notebooks from the runs of PRESET
 	$(PY) analysis/notebooks.py sweep=$(PRESET)
 	$(PY) analysis/tables.py sweep=$(PRESET)
@@ -132,7 +142,7 @@ sync: $(READY)  ## upload the offline runs to wandb.ai and make a workspace ther
 	$(PY) analysis/dashboard.py sync=true $(ARGS)
 
 test: $(READY)  ## the test suite (under 10 minutes on 2 cores)
-	$(PY) -m pytest -m "not slow" -n auto --dist loadfile
+	$(PY) -m pytest -m "not slow and not vllm" -n auto --dist loadfile
 
 test-slow: $(READY)  ## the minutes-long tests
 	$(PY) -m pytest -m slow
@@ -142,4 +152,4 @@ lint: $(READY)  ## ruff
 
 clean:  ## remove caches and prepared data; runs, checkpoints and .venv stay
 	rm -rf data/input.txt data/*/*/ .pytest_cache .ruff_cache .hypothesis nanogqa.egg-info
-	find . -name __pycache__ -not -path './.venv/*' -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -exec rm -rf {} +
