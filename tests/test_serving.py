@@ -34,7 +34,7 @@ STUB = [sys.executable, str(ROOT / "tests" / "stub_vllm.py")]
 SHAPE = {"n_layer": 6, "n_kv": 8, "head_dim": 32, "latent": None, "windowed": 0}
 QUICK = (
     "wandb=disabled", "rounds=1", "concurrency=[2]", "prompt_tokens=[16]", "output_tokens=8", "requests=2", "flood=3",
-    "windows=0", "memory=8MiB", "start_s=60", "device=cpu",
+    "windows=0", "memory=8MiB", "start_s=300", "device=cpu",
 )  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def stub_server(tmp_path, folder, behaviour=""):
     return Server(command, port, tmp_path / "server.log", {**environment(), "STUB": behaviour})
 
 
-def until(condition, seconds=20):
+def until(condition, seconds=120):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.05)
@@ -135,7 +135,7 @@ def until(condition, seconds=20):
 
 def test_a_server_answers_and_is_gone_afterwards(tmp_path, folders):
     with stub_server(tmp_path, folders[8]) as server:
-        server.wait(60)
+        server.wait(300)
         assert reported_blocks(server.get("/metrics")) == (16, 128)
         assert session_members(server.process.pid)
     assert session_members(server.process.pid) == []
@@ -143,7 +143,7 @@ def test_a_server_answers_and_is_gone_afterwards(tmp_path, folders):
 
 def test_one_that_ends_at_once_says_why(tmp_path, folders):
     with stub_server(tmp_path, folders[8], "starves") as server:
-        said = refusal(server.wait, 60)
+        said = refusal(server.wait, 300)
     assert "ValueError: too little memory, please" in said and str(server.log) in said
 
 
@@ -156,14 +156,14 @@ def test_one_that_never_serves_is_given_up(tmp_path, folders):
 def test_one_that_does_not_listen_is_killed_with_its_children(tmp_path, folders):
     with stub_server(tmp_path, folders[8], "deaf") as server:
         server.grace = 0.5
-        server.wait(60)
+        server.wait(300)
         assert until(lambda: len(session_members(server.process.pid)) == 2)
     assert session_members(server.process.pid) == []
 
 
 def test_it_is_stopped_when_the_work_fails(tmp_path, folders):
     with pytest.raises(ZeroDivisionError), stub_server(tmp_path, folders[8]) as server:
-        server.wait(60)
+        server.wait(300)
         1 / 0  # noqa: B018
     assert session_members(server.process.pid) == []
 
@@ -175,13 +175,13 @@ def test_a_benchmark_that_does_not_answer_or_dies_is_named(tmp_path, monkeypatch
     monkeypatch.setattr(serving, "PYTHON", path)
     arguments = ["--num-prompts", 4, "--random-input-len", 3, "--random-output-len", 2]
     with Load(tmp_path / "load.log", {**os.environ, "STUB": "crawls gasps"}) as load:
-        assert load.read(60)["how"] == "a stub"
+        assert load.read(300)["how"] == "a stub"
         assert "limit_s=0.5 s" in refusal(load.ask, arguments, 0.5)
-        assert "MemoryError: no more of it" in refusal(load.ask, arguments, 60)
-        assert "MemoryError" in refusal(load.ask, arguments, 60)
+        assert "MemoryError: no more of it" in refusal(load.ask, arguments, 300)
+        assert "MemoryError" in refusal(load.ask, arguments, 300)
     with Load(tmp_path / "load.log", {**os.environ, "STUB": "fails"}) as load:
-        load.read(60)
-        assert "1 of 4 requests failed" in refusal(load.ask, arguments, 60)
+        load.read(300)
+        assert "1 of 4 requests failed" in refusal(load.ask, arguments, 300)
 
 
 def test_a_child_does_not_outlive_us_even_if_we_are_killed(tmp_path):
@@ -317,7 +317,7 @@ def test_a_signal_stops_the_servers_too(tmp_path, stub, folders, number):
         mine = children(process.pid)
         assert len(mine) == 3
         process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == (-2 if number == signal.SIGINT else 128 + number), err
