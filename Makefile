@@ -6,6 +6,7 @@ SEEDS  ?= 1,2,3
 JOBS   ?= $(if $(filter gpu,$(PRESET)),1,2)
 PY     := .venv/bin/python
 READY  := .venv/.ready
+SERVE_PIP = .venv-serve/bin/python -m pip install --quiet
 PARALLEL = hydra/launcher=joblib hydra.launcher.n_jobs=$(JOBS) \
            threads=$$($(PY) -c "import os; print(max(1, os.cpu_count() // $(JOBS)))")
 comma  := ,
@@ -13,7 +14,7 @@ PARENTS = $(subst $(comma),/last.pt$(comma)runs/$(PRESET)/kv8-s,runs/$(PRESET)/k
 export PYTHONUNBUFFERED = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data sweep train uptrain eval pretrained quant recall quant-pretrained bench bench-caches analysis calculator dashboard sync test test-slow lint clean
+.PHONY: help setup data sweep train uptrain eval pretrained quant recall quant-pretrained bench bench-caches serve serve-setup serve-test analysis calculator dashboard sync test test-slow lint clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -97,7 +98,9 @@ quant-pretrained: pretrained  ## SmolLM2-135M through each cache: perplexity at 
 bench-caches: $(READY)  ## decoding over every kind of cache, taking turns: some minutes
 	$(PY) bench/caches.py
 
-bench: .venv/.bench .venv-vllm/.ready  ## training and decoding beside peers and the machine's limits (ARGS="dtypes=[float32]")
+# Without vLLM the others are measured
+bench: .venv/.bench  ## training and decoding beside peers and the machine's limits (ARGS="dtypes=[float32]")
+	-@$(MAKE) --no-print-directory serve-setup
 	$(PY) bench/bench.py $(ARGS)
 	$(PY) bench/report.py
 
@@ -105,9 +108,27 @@ bench: .venv/.bench .venv-vllm/.ready  ## training and decoding beside peers and
 	$(PY) -m pip install --quiet -e ".[bench]"
 	@touch $@
 
-.venv-vllm/.ready: bench/vllm.txt  # without it the others are measured
-	-$(PYTHON) -m venv .venv-vllm && .venv-vllm/bin/python -m pip install --quiet --no-deps -r bench/vllm.txt
-	@mkdir -p .venv-vllm && touch $@
+serve-setup: .venv-serve/.ready  ## real vLLM in an environment of its own, .venv-serve (1-5 min, 2.4 GB)
+
+# vLLM pins its own torch, so it has an environment of its own. On a CPU the list is whole and exact; its torch is not on PyPI
+# but on PyTorch's index, which is asked where no folder of wheels (PIP_FIND_LINKS) has it
+.venv-serve/.ready: bench/vllm.txt
+	$(PYTHON) -m venv .venv-serve
+	@if command -v nvidia-smi >/dev/null; then $(SERVE_PIP) vllm==0.32.0; else \
+	  $(SERVE_PIP) --no-deps -r bench/vllm.txt || \
+	  $(SERVE_PIP) --no-deps -r bench/vllm.txt --extra-index-url https://download.pytorch.org/whl/cpu; fi
+	.venv-serve/bin/python -c "import vllm; print('vLLM', vllm.__version__)"
+	@touch $@
+
+# GPT-2's class has no n_kv, so what is served beside its MHA is of the llama dialect
+CKPT  ?= runs/llama/kv8-s1/last.pt
+CKPT2 ?= $(if $(filter runs/llama/kv8-s1/last.pt,$(CKPT)),runs/llama/kv2-s1/last.pt)
+
+serve: $(READY) .venv-serve/.ready  ## CKPT and CKPT2 on a real vLLM: capacity, latency, throughput (ARGS="memory=1GiB")
+	$(PY) serve.py ckpt=$(CKPT) $(if $(CKPT2),ckpt2=$(CKPT2)) $(ARGS)
+
+serve-test: $(READY) .venv-serve/.ready  ## the tests that start a real vLLM (under 15 minutes on 2 cores, its set-up included)
+	$(PY) -m pytest -m vllm
 
 analysis: $(READY)  ## tables and notebooks from the runs of PRESET
 	$(PY) analysis/notebooks.py sweep=$(PRESET)
@@ -125,7 +146,7 @@ sync: $(READY)  ## upload the offline runs to wandb.ai and make a workspace ther
 	$(PY) analysis/dashboard.py sync=true $(ARGS)
 
 test: $(READY)  ## the test suite (under 10 minutes on 2 cores)
-	$(PY) -m pytest -m "not slow" -n auto --dist loadfile
+	$(PY) -m pytest -m "not slow and not vllm" -n auto --dist loadfile
 
 test-slow: $(READY)  ## the minutes-long tests
 	$(PY) -m pytest -m slow
@@ -135,4 +156,4 @@ lint: $(READY)  ## ruff
 
 clean:  ## remove caches and prepared data; runs, checkpoints and .venv stay
 	rm -rf data/input.txt data/*/*/ .pytest_cache .ruff_cache .hypothesis nanogqa.egg-info
-	find . -name __pycache__ -not -path './.venv/*' -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -exec rm -rf {} +

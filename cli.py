@@ -20,15 +20,8 @@ ROOT = Path(__file__).resolve().parent
 CONFIGS = ROOT / "configs"
 
 
-TEXTS = (
-    "ckpt",
-    "source",
-    "data.source",
-    "prompt",
-    "shape.name",
-    "draft",
-    "out",
-)  # keys whose values are any text: paths, prompts
+# keys whose values are any text: paths, prompts
+TEXTS = ("ckpt", "ckpt2", "source", "data.source", "prompt", "shape.name", "draft", "out")
 
 
 class InputError(ValueError):

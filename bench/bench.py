@@ -32,7 +32,7 @@ from training import set_up_device
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "bench"
-HERE, VLLM = sys.executable, str(ROOT / ".venv-vllm/bin/python")
+HERE, VLLM = sys.executable, str(ROOT / ".venv-serve/bin/python")
 PEERS = {
     "ours": [HERE, BENCH / "ours.py"],
     "pytorch": [HERE, BENCH / "ours.py", "pytorch"],

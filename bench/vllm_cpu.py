@@ -1,6 +1,6 @@
 """
 vLLM on CPU as a peer of bench.py: a Llama of the same shape and random weights. It pins its own torch, so it has an
-environment of its own, .venv-vllm, which `make bench` builds from bench/vllm.txt.
+environment of its own, .venv-serve, which `make serve-setup` builds from bench/vllm.txt.
 
 A step is engine.step(): scheduling, the forward pass, the greedy choice and book-keeping, in this process. An engine is
 kept while n_kv, dtype and threads stay; making one takes about a minute.

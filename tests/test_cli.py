@@ -13,7 +13,7 @@ from conftest import ROOT, TINY
 from arithmetic import readable, readable_seconds
 from cli import CONFIGS
 
-SCRIPTS = ["train", "uptrain", "export", "calibrate", "sample", "eval", "budget"]
+SCRIPTS = ["train", "uptrain", "export", "calibrate", "sample", "eval", "budget", "serve"]
 
 
 def refused(answer, *words):

@@ -1,0 +1,98 @@
+"""
+The models that serve.py serves: what is known of one before it is served, its Hugging Face folder, and what it has to say
+of a text if the served model is still the same.
+"""
+
+import hashlib
+import re
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from cli import InputError
+from data.corpus import load_corpus
+from data.tokenizer import tokenizer_from
+from shapes import checkpoint_shape, find_shape
+from storage import digest, find_checkpoint, load_checkpoint, load_model
+
+
+def describe(key, ckpt):
+    """What there is to know of `ckpt=` before it is served: a dict with its name, shape, and what identifies its weights."""
+    path = Path(ckpt)
+    if not path.is_dir():
+        path = find_checkpoint(ckpt)
+        name = path.stem if path.stem != "last" else path.parent.name  # runs/<sweep>/<name>/last.pt
+        checkpoint = load_checkpoint(path)
+        tokenizer_from(checkpoint["tokenizer"])  # the benchmark speaks text: refused here where there is none
+        model = load_model(checkpoint)
+        if model.config.dialect == "gpt2" and model.config.n_kv != model.config.n_head:
+            raise InputError(
+                f"{key}={ckpt}: GPT-2's class knows no n_kv={model.config.n_kv}; train with model=llama to serve it"
+            )
+        return {
+            "name": plain(name), "path": path, "folder": None, "shape": checkpoint_shape(ckpt), "weights": digest(model),
+        }  # fmt: skip
+    shape = find_shape(key, ckpt)
+    files = sorted(path.glob("*.safetensors"))
+    if not files or not (path / "tokenizer.json").is_file():
+        raise InputError(
+            f"{key}={ckpt} has no {'tokenizer.json' if files else '*.safetensors'}: a whole Hugging Face folder is needed"
+        )
+    sha = hashlib.sha256((path / "config.json").read_bytes())
+    for file in files:
+        with open(file, "rb") as f:
+            sha.update(hashlib.file_digest(f, "sha256").digest())
+    return {"name": plain(path.resolve().name), "path": path, "folder": path, "shape": shape, "weights": sha.hexdigest()}
+
+
+def plain(name):
+    """A name as a folder and a request can have it."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip(".-") or "model"
+
+
+def export(model, folder):
+    """The model's Hugging Face folder: its own, or for a checkpoint of ours one that is written below `folder`, once."""
+    if model["folder"] is None:
+        model["folder"] = folder / "models" / model["name"]
+        if not (model["folder"] / "config.json").is_file():  # it appears whole, and the run's folder is tied to the weights
+            from huggingface import to_huggingface
+
+            checkpoint = load_checkpoint(model["path"])
+            model["folder"].parent.mkdir(parents=True, exist_ok=True)
+            to_huggingface(load_model(checkpoint), tokenizer_from(checkpoint["tokenizer"]), model["folder"])
+    return model["folder"]
+
+
+@torch.no_grad()
+def our_loss(model, windows):
+    """Mean negative log-likelihood of all but the first token of each window, in float32, without any server."""
+    if model["path"].is_dir():
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        reference = AutoModelForCausalLM.from_pretrained(model["path"], dtype=torch.float32).eval()
+    else:
+        reference = load_model(load_checkpoint(model["path"])).eval()
+    total = 0.0
+    for window in windows:
+        x = torch.tensor(window)[None]  # [1, T+1]
+        out = reference(x[:, :-1])
+        logits = out.logits if model["path"].is_dir() else out[0]  # [1, T, V]
+        total += F.cross_entropy(logits.float().flatten(0, 1), x[0, 1:], reduction="sum").item()
+    return total / sum(len(window) - 1 for window in windows)
+
+
+def windows_of_text(model, source, n, window, context):
+    """The first `n` windows of validation text as the model's own tokens: one token more in each than the loss is of."""
+    from tokenizers import Tokenizer
+
+    T = window or min(context - 2, 512)  # the server wants room for the token it adds
+    text = load_corpus(source).text
+    text = text[int(0.9 * len(text)) :]  # as data/corpus.py splits
+    tokens = Tokenizer.from_file(str(model["folder"] / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    windows = [tokens[i * T : (i + 1) * T + 1] for i in range(n)]
+    if len(windows[-1]) < T + 1:
+        raise InputError(f"windows={n} of {T} tokens are more than the validation text has: {(len(tokens) - 1) // T}")
+    return windows
