@@ -29,7 +29,7 @@ import serving
 from arithmetic import heads, readable
 from budget import columns, quantity
 from cli import InputError, script
-from served import describe, export, our_loss, windows_of_text
+from served import check_readable, describe, export, our_loss, windows_of_text
 from storage import open_run
 from tracking import Run, WandbConfig, commit, provenance, read_line, write_atomically
 from training import set_up_device
@@ -106,6 +106,8 @@ def checked(cfg, models, device):
     for model in models:
         if why := serving.why_not_served(model["shape"], device):
             raise InputError(f"{model['name']}: {why}")
+        if cfg.windows:
+            check_readable(model)
     no_fp8 = next(filter(None, (serving.why_no_fp8(model["shape"], device) for model in models)), None)
     kv_dtypes = cfg.kv_cache_dtype or (["auto"] if no_fp8 else ["auto", "fp8"])
     if no_fp8 and any(kv.startswith("fp8") for kv in kv_dtypes):

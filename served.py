@@ -5,7 +5,6 @@ of a text if the served model is still the same.
 
 import hashlib
 import re
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
@@ -13,15 +12,15 @@ from torch.nn import functional as F
 from cli import InputError
 from data.corpus import load_corpus
 from data.tokenizer import tokenizer_from
+from huggingface import config_from, name_of, read_json, to_huggingface, weight_files
 from shapes import checkpoint_shape, find_shape
 from storage import digest, find_checkpoint, load_checkpoint, load_model
 
 
 def describe(key, ckpt):
     """What there is to know of `ckpt=` before it is served: a dict with its name, shape, and what identifies its weights."""
-    path = Path(ckpt)
-    if not path.is_dir():
-        path = find_checkpoint(ckpt)
+    path = find_checkpoint(ckpt)
+    if path.is_file():
         name = path.stem if path.stem != "last" else path.parent.name  # runs/<sweep>/<name>/last.pt
         checkpoint = load_checkpoint(path)
         tokenizer_from(checkpoint["tokenizer"])  # the benchmark speaks text: refused here where there is none
@@ -33,17 +32,17 @@ def describe(key, ckpt):
         return {
             "name": plain(name), "path": path, "folder": None, "shape": checkpoint_shape(ckpt), "weights": digest(model),
         }  # fmt: skip
-    shape = find_shape(key, ckpt)
-    files = sorted(path.glob("*.safetensors"))
-    if not files or not (path / "tokenizer.json").is_file():
-        raise InputError(
-            f"{key}={ckpt} has no {'tokenizer.json' if files else '*.safetensors'}: a whole Hugging Face folder is needed"
-        )
+    if not (path / "tokenizer.json").is_file():
+        raise InputError(f"{key}={ckpt} has no tokenizer.json: the benchmark speaks text")
+    shape = find_shape(key, str(path))
     sha = hashlib.sha256((path / "config.json").read_bytes())
-    for file in files:
-        with open(file, "rb") as f:
-            sha.update(hashlib.file_digest(f, "sha256").digest())
-    return {"name": plain(path.resolve().name), "path": path, "folder": path, "shape": shape, "weights": sha.hexdigest()}
+    try:
+        for file in weight_files(path):
+            with open(file, "rb") as f:
+                sha.update(hashlib.file_digest(f, "sha256").digest())
+    except InputError as error:
+        raise InputError(f"{key}={ckpt}: {error}") from None
+    return {"name": name_of(path), "path": path, "folder": path, "shape": shape, "weights": sha.hexdigest()}
 
 
 def plain(name):
@@ -56,8 +55,6 @@ def export(model, folder):
     if model["folder"] is None:
         model["folder"] = folder / "models" / model["name"]
         if not (model["folder"] / "config.json").is_file():  # it appears whole, and the run's folder is tied to the weights
-            from huggingface import to_huggingface
-
             checkpoint = load_checkpoint(model["path"])
             model["folder"].parent.mkdir(parents=True, exist_ok=True)
             to_huggingface(load_model(checkpoint), tokenizer_from(checkpoint["tokenizer"]), model["folder"])
@@ -67,21 +64,22 @@ def export(model, folder):
 @torch.no_grad()
 def our_loss(model, windows):
     """Mean negative log-likelihood of all but the first token of each window, in float32, without any server."""
-    if model["path"].is_dir():
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        reference = AutoModelForCausalLM.from_pretrained(model["path"], dtype=torch.float32).eval()
-    else:
-        reference = load_model(load_checkpoint(model["path"])).eval()
+    model = load_model(load_checkpoint(model["path"])).eval()
     total = 0.0
     for window in windows:
         x = torch.tensor(window)[None]  # [1, T+1]
-        out = reference(x[:, :-1])
-        logits = out.logits if model["path"].is_dir() else out[0]  # [1, T, V]
+        logits, _ = model(x[:, :-1])  # [1, T, V]
         total += F.cross_entropy(logits.float().flatten(0, 1), x[0, 1:], reduction="sum").item()
     return total / sum(len(window) - 1 for window in windows)
+
+
+def check_readable(model):
+    """InputError, naming why, for a Hugging Face folder whose loss we cannot tell because our model does not express it."""
+    if model["path"].is_dir():
+        try:
+            config_from(read_json(model["path"] / "config.json"))
+        except InputError as error:
+            raise InputError(f"{model['name']}: {error}; windows=0 serves it without comparing losses") from None
 
 
 def windows_of_text(model, source, n, window, context):

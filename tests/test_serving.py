@@ -300,6 +300,19 @@ def test_prompts_of_another_length_are_no_measurement(call, stub, folders):
     refused((code, "", err), "tokenizer", "63 and 32 tokens", "64 and 32")
 
 
+def test_our_own_checkpoint_is_exported_once_and_served(call, cwd, stub, tmp_path):
+    tiny = ("preset=smoke", "sweep=t", "wandb=disabled", "threads=1", "model=llama", "model.n_embd=256", "model.n_layer=1")
+    tiny += ("model.n_kv=2", "model.block_size=64", "train.steps=1", "train.warmup_steps=0", "train.dtype=float32")
+    assert call("train", *tiny, "train.batch_size=1")[0] == 0
+    for again in ("false", "true"):
+        code, out, err = call("serve", "ckpt=runs/t/kv2-s1/last.pt", *QUICK, "windows=2", "window=20", f"again={again}")
+        assert (code, err) == (0, ""), err
+    rows = pd.read_csv(cwd / "results" / "serve.csv")
+    assert set(rows.model) == {"kv2-s1"} and set(rows.n_kv) == {2} and rows.loss_ours.notna().sum() == 1
+    exported = cwd / "runs" / "serve" / "serve-kv2-s1" / "models" / "kv2-s1"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in exported.iterdir()}
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_the_servers_too(tmp_path, stub, folders, number):
     main = (
@@ -366,10 +379,10 @@ def test_folders_that_are_not_whole_and_head_sizes_that_do_not_serve(call, cwd, 
         call("serve", f"ckpt={llama_folder(tmp_path / 'small', 2, n_layer=1, head_dim=16)}", *QUICK), "head_dim=16", "32, 48"
     )
     refused(call("serve", f"ckpt={folders[8]}", f"ckpt2={folders[8]}", *QUICK), "both called kv8")
-    (tmp_path / "small" / "tokenizer.json").unlink()
-    refused(call("serve", f"ckpt={tmp_path / 'small'}", *QUICK), "tokenizer.json")
     (tmp_path / "small" / "model.safetensors").unlink()
     refused(call("serve", f"ckpt={tmp_path / 'small'}", *QUICK), "safetensors")
+    (tmp_path / "small" / "tokenizer.json").unlink()
+    refused(call("serve", f"ckpt={tmp_path / 'small'}", *QUICK), "tokenizer.json")
 
 
 def test_a_checkpoint_that_gpt2s_class_cannot_hold_and_names_with_signs(call, cwd, stub, folders, tmp_path):
