@@ -1,6 +1,6 @@
 """
-Fewer key-value heads from many: how the heads of a group become one, before training goes on ("uptraining", GQA paper, arXiv
-2305.13245, section 2.1 and figure 1).
+Fewer key-value heads from many: how the heads of a group become one, before training goes on ("uptraining", GQA paper,
+arXiv 2305.13245, section 2.1 and figure 1).
 
 A group of m heads becomes one by two linear maps: E makes the shared head z = E k of the m stacked ones, k [m*hd], and D
 reads each of them back, k_j ~ D_j z. Reading costs nothing: q_j . D_j z = (D_j^T q_j) . z, so D_j moves into the queries,
@@ -13,26 +13,27 @@ and for values into the output projection. Keys and values have maps of their ow
              turns heads like this, then prunes by training)
     svd      the E and D of least error, in the norm below
 
-What svd minimises. An error in a key matters as far as queries look at it. With queries and keys drawn independently, the squared
-error of the scores, summed over query heads, is
+What svd minimises. An error in a key matters as far as queries look at it. With queries and keys drawn independently,
+the squared error of the scores, summed over query heads, is
 
-    || P^(1/2) (I - D E) S^(1/2) ||_F^2        S = cov(k) [m*hd, m*hd], P = blockdiag_j(E q q^T, summed over j's query heads)
+    || P^(1/2) (I - D E) S^(1/2) ||_F^2     S = cov(k) [m*hd, m*hd]
+                                            P = blockdiag_j(E q q^T, summed over the query heads of j)
 
 and of all D E of rank hd the best is P^(-1/2) U U^T P^(1/2), with U the hd leading eigenvectors of P^(1/2) S P^(1/2)
 (Eckart and Young). What a query sees in all keys alike, softmax does not see: so S is taken around the keys' mean.
 
-An error in a value matters as far as the output projection W_o,h of a head reads it, and errors of two heads add up as far
-as both attend to the same tokens: the same problem with P = [c_gh W_o,g^T W_o,h], c_gh = E sum_t p_g(t) p_h(t). A constant
-passes attention unchanged; where the output projection has a bias, that takes what the mean value loses, and S is a
-covariance here too. Without one, S is the second moment.
+An error in a value matters as far as the output projection W_o,h of a head reads it, and errors of two heads add up as
+far as both attend to the same tokens: the same problem with P = [c_gh W_o,g^T W_o,h], c_gh = E sum_t p_g(t) p_h(t). A
+constant passes attention unchanged; where the output projection has a bias, that takes what the mean value loses, and S
+is a covariance here too. Without one, S is the second moment.
 
 Rotary positions turn pairs of channels, complex numbers, and only complex factors commute with that. So for keys each
 frequency is a problem of its own, m complex numbers wide and of rank one; at a random distance errors of different
-frequencies do not correlate, and solving them apart loses nothing in this norm. A mean turns with the position, so S is the second moment.
-Values are not turned.
+frequencies do not correlate, and solving them apart loses nothing in this norm. A mean turns with the position, so S is
+the second moment. Values are not turned.
 
-Relatives: arXiv 2406.07056 keeps the principal components of a group's cached keys and values, which is this with P = I: keys count by their
-size, whether or not a query looks at them.
+Relatives: arXiv 2406.07056 keeps the principal components of a group's cached keys and values, which is this with P = I:
+keys count by their size, whether or not a query looks at them.
 """
 
 from dataclasses import dataclass, replace
@@ -221,7 +222,7 @@ class Layer:
         shares = []
         for S, P in (self.keys(group), self.values(group)):
             E, D = maps("svd" if pool == "aligned" else pool, S, P, len(group))
-            shares.append(error(S, P, E, D) / torch.einsum("fab,fba->", P, S).real.item())
+            shares.append(error(S, P, E, D) / (torch.einsum("fab,fba->", P, S).real.item() or 1.0))
         return shares
 
     def similar(self, n_kv, pool):

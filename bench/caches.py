@@ -86,20 +86,13 @@ def measure(n_kv, batch, context):
 def main():
     given = arguments(("n_kv", "batches", "context"))
     numbers = {}
-    for key, default, allowed in (
-        ("n_kv", "8,2,1", (1, 2, 4, 8)),
-        ("batches", "1,32", range(1, 1025)),
-        ("context", "2000", range(1, 10**6)),
+    for key, default, allowed, what in (
+        ("n_kv", "8,2,1", (1, 2, 4, 8), "1, 2, 4 or 8, commas between"),
+        ("batches", "1,32", range(1, 1025), "1 to 1024, commas between"),
+        ("context", "2000", range(1, 10**6), "one number of tokens"),
     ):
         words = given.get(key, default).split(",")
         if not all(w.isdigit() and int(w) in allowed for w in words) or (key == "context" and len(words) > 1):
-            what = (
-                "1, 2, 4 or 8, commas between"
-                if key == "n_kv"
-                else "positive, commas between"
-                if key == "batches"
-                else "one positive number"
-            )
             print(f"error: {key}={given[key]} is not allowed: {what}", file=sys.stderr)
             sys.exit(2)
         numbers[key] = [int(w) for w in words]
