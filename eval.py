@@ -105,9 +105,10 @@ def evaluate_cached(model, tokens, T, new_cache, newest=None, exact=None):
     """
     What generation would see: the windows of T tokens that stream.evaluate takes, but with keys and values that have been
     through a cache; each token attends to what the cache would hold at its position, but for its `newest` tokens, if given,
-    and `exact` ones (Newest). `new_cache(model, tokens, batch)` makes an empty one. Returns a plain dict: the loss in nats a token, uncached and through the cache; the Kullback-Leibler
-    divergence of the cached predictions from the uncached ones, in nats a token; the bits a number takes in a full window's
-    cache, everything counted; and for a quantised cache stored_error on eight windows.
+    and `exact` ones (Newest). `new_cache(model, tokens, batch)` makes an empty one. Returns a plain dict: the loss in nats a
+    token, uncached and through the cache; the Kullback-Leibler divergence of the cached predictions from the uncached ones,
+    in nats a token; the bits a number takes in a full window's cache, everything counted; and for a quantised cache
+    stored_error on eight windows.
     """
     c, device, n = model.config, model.wte.weight.device, len(tokens) - 1
     batches = windows_of(tokens, T, max(1, min(64, 2**27 // (T * c.vocab_size))))  # half a gigabyte of logits
@@ -115,12 +116,8 @@ def evaluate_cached(model, tokens, T, new_cache, newest=None, exact=None):
     for x, y in tqdm(batches, desc="loss through the cache", unit="batch", disable=None, leave=False):
         x, y = x.to(device), y.to(device).flatten()
         cache = new_cache(model, T, len(x))
-        logits = (
-            model(x, cache=cache if newest is None else Newest(cache, newest, exact))[0]
-            .float()
-            .log_softmax(dim=-1)
-            .flatten(0, 1)
-        )  # [B*T, V]
+        seen = cache if newest is None else Newest(cache, newest, exact)
+        logits = model(x, cache=seen)[0].float().log_softmax(dim=-1).flatten(0, 1)  # [B*T, V]
         wanted = model(x)[0].float().log_softmax(dim=-1).flatten(0, 1)
         loss += F.nll_loss(logits, y, reduction="sum").item()
         uncached += F.nll_loss(wanted, y, reduction="sum").item()
@@ -171,9 +168,9 @@ class Newest:
 def decode_speed(config, batch, prompt, tokens, dtype, device, cache_config, new_cache):
     """
     Time `tokens` greedy tokens after a prompt of `prompt` tokens, `batch` sequences at once, weights in `dtype`.
-    Speed does not depend on the weights' values, so they are random; but KVQuant keeps as many outliers as there are, so for it
-    the random model is calibrated too. Returns a plain dict: seconds of the prefill (first token included) and of each later step, and the cache's bytes as it
-    fills and at the end.
+    Speed does not depend on the weights' values, so they are random; but KVQuant keeps as many outliers as there are, so for
+    it the random model is calibrated too. Returns a plain dict: seconds of the prefill (first token included) and of each
+    later step, and the cache's bytes as it fills and at the end.
     """
     model = GPT(replace(config, block_size=prompt + tokens), seed=0).to(device, dtype).eval()
     idx = torch.randint(config.vocab_size, (batch, prompt), generator=rng(0, "speed")).to(device)
