@@ -79,8 +79,12 @@ def table(result):
         f"  right after pooling       {pooled:.4f}   (+{pooled - parent:.4f}; ln(vocabulary) = {result['loss_uniform']:.4f})",
         f"  after uptraining          {uptrained:.4f}   (+{uptrained - parent:.4f} above the parent)",
     ]
-    if pooled > parent:
+    if pooled > max(parent, uptrained):
         lines.append(f"  of the jump, won back     {(pooled - uptrained) / (pooled - parent):.1%}")
+    elif steps := result["steps"]:
+        lines.append(
+            f"  of the jump, won back     none: these {steps} steps made the loss worse, as they may the parent's (groups={result['n_kv_parent']})"
+        )
     return "\n".join(lines).replace("+-", "-")
 
 

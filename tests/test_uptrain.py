@@ -14,6 +14,7 @@ import stream
 from pooling import POOLS, measure, pool_heads
 from storage import load_checkpoint, load_model
 from stream import evaluate, get_batch
+from uptrain import table
 
 QUIET = ("wandb=disabled", "threads=1")
 VAL = np.array(["\n abcdefghij".index(c) for c in make_text(3000)[2700:]], dtype=np.uint16)
@@ -166,3 +167,13 @@ def test_another_text_of_the_same_letters_is_taken_only_when_asked_for(call, mha
     code, _, err = call("uptrain", "ckpt=mha.pt", "groups=2", "wandb=disabled")
     assert code == 2 and "source=" in err and not (cwd / "runs").exists()
     assert call("uptrain", "ckpt=mha.pt", "groups=2", "wandb=disabled", f"source={text}")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "pooled, uptrained, steps, said",
+    [(3.0, 2.25, 8, "won back     75.0%"), (2.001, 2.1, 8, "none: these 8 steps made the loss worse"), (3.0, 3.0, 0, None)],
+)
+def test_the_table_says_what_was_won_back_only_where_something_was(pooled, uptrained, steps, said):
+    result = {"name": "a", "n_kv_parent": 8, "groups": 2, "pool": "svd", "steps": steps, "fraction": 0.05, "parent_steps": 160}
+    text = table({**result, "loss_parent": 2.0, "loss_pooled": pooled, "val_loss_final": uptrained, "loss_uniform": 4.0})
+    assert ("won back" in text) == (said is not None) and (said or "") in text
