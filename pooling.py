@@ -271,11 +271,12 @@ class Layer:
 
 
 def pooled_config(config, n_kv, pool):
-    """The GPTConfig after pooling; ValueError for what pool_heads does not do."""
-    if not isinstance(n_kv, int) or n_kv < 1 or config.n_kv % n_kv:
-        allowed = [d for d in range(1, config.n_kv + 1) if config.n_kv % d == 0]
+    """The GPTConfig with n_kv heads in place of its own; ValueError for what pool_heads does not do."""
+    allowed = [n for n in range(1, config.n_head + 1) if config.n_head % n == 0 and 0 in (config.n_kv % n, n % config.n_kv)]
+    if n_kv not in allowed:
         raise ValueError(
-            f"groups={n_kv} does not divide the {config.n_kv} KV heads of this checkpoint: groups can be {allowed}"
+            f"groups={n_kv} neither divides the {config.n_kv} KV heads of this checkpoint nor is a multiple of them that "
+            f"divides its {config.n_head} query heads: groups can be {allowed}"
         )
     if pool not in POOLS:
         raise ValueError(f"pool={pool!r} is unknown: {', '.join(POOLS[:-1])} or {POOLS[-1]}")
@@ -291,11 +292,13 @@ def pool_heads(model, n_kv, pool="mean", seed=0, moments=None, similar=False):
     similar  which heads form a group: those that lose little together, or, by default, neighbours. Query heads move with
              their KV heads, and the output projection's columns with them, which by itself changes nothing.
 
-    n_kv equal to the model's is a bit-exact copy. ValueError when n_kv does not divide the model's n_kv.
+    n_kv equal to the model's is a bit-exact copy, and a multiple of it is expand_heads. ValueError for other n_kv.
     """
-    c = model.config
-    new = GPT(pooled_config(c, n_kv, pool)).to(model.wte.weight)
-    if moments is None and (pool in MEASURED or similar):
+    c, config = model.config, pooled_config(model.config, n_kv, pool)
+    if n_kv > c.n_kv:
+        return expand_heads(model, n_kv)
+    new = GPT(config).to(model.wte.weight)
+    if n_kv < c.n_kv and moments is None and (pool in MEASURED or similar):
         raise ValueError(f"pool={pool}{' with similar heads' * similar} needs the moments that `measure` finds")
     state = dict(model.state_dict())
     if n_kv != c.n_kv:

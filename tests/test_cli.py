@@ -198,7 +198,7 @@ def test_sample_refuses_in_one_line(call, mha, wrong, words):
         ("ckpt=mha.pt groups=2 fraction=1e308", "fraction=1e+308"),
         ("ckpt=mha.pt groups=2 steps=x", "steps='x'"),
         ("ckpt=mha.pt groups=2 steps=-3", "steps=-3"),
-        ("ckpt=mha.pt groups=2 train.lr=0", "lr=0"),
+        ("ckpt=mha.pt groups=2 rate=0", "rate=0"),
         ("ckpt=mha.pt groups=2 name=a/b", "name='a/b'"),
         ("ckpt=mha.pt groups=2 source=missing.txt", "missing.txt"),
         ("ckpt=mha.pt groups=2 wandb.mode=foo", "foo offline"),

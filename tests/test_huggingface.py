@@ -628,7 +628,7 @@ def test_export_refuses_in_one_line(call, folder, cwd, given, words):
 
 def test_export_of_a_gpt2_with_fewer_kv_heads_is_refused(call, cwd, mha):
     assert call("uptrain", "ckpt=mha.pt", "groups=2", "steps=0", *QUIET)[0] == 0
-    code, _, err = call("export", "ckpt=runs/t/kv8-s1-to-kv2-mean/last.pt", "out=x")
+    code, _, err = call("export", "ckpt=runs/t/kv8-s1-to-kv2-mean-0steps/last.pt", "out=x")
     assert code == 2 and err.count("\n") == 1 and "n_kv=2" in err and "model=llama" in err and not (cwd / "x").exists()
 
 

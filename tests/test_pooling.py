@@ -143,7 +143,7 @@ def test_the_dtype_stays_the_parents():
 
 
 @pytest.mark.parametrize(
-    "n_kv, groups", [(8, 3), (8, 0), (8, -1), (8, 16), (8, "2"), (8, True), (8, 2.0), (8, None), (2, 8), (4, 3)]
+    "n_kv, groups", [(8, 3), (8, 0), (8, -1), (8, 16), (8, "2"), (8, True), (8, 2.0), (8, None), (2, 3), (4, 3)]
 )
 def test_groups_that_do_not_divide_are_refused_in_one_line(n_kv, groups):
     with pytest.raises(ValueError) as error:

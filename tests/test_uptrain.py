@@ -50,12 +50,16 @@ def test_as_many_groups_as_heads_leave_the_parents_loss_exactly(call, mha, cwd, 
 
 
 @pytest.mark.parametrize(
-    "given, steps", [("fraction=0.5", 10), ("steps=3", 3), ("fraction=0.05", 1), ("steps=0", 0), ("fraction=0", 0)]
-)
-def test_the_steps_are_a_fraction_of_the_parents_or_as_given(call, mha, cwd, given, steps):
+    "given, steps, named",
+    [
+        ("fraction=0.5", 10, "-50pct"), ("steps=3", 3, "-3steps"), ("fraction=0.05", 1, ""), ("steps=0", 0, "-0steps"),
+        ("fraction=0", 0, "-0pct"), ("fraction=0.125", 2, "-12.5pct"),
+    ],
+)  # fmt: skip
+def test_the_steps_are_a_fraction_of_the_parents_or_as_given(call, mha, cwd, given, steps, named):
     code, out, _ = call("uptrain", "ckpt=mha.pt", "groups=2", given, *QUIET)
     assert code == 0
-    got = summary(cwd, "kv8-s1-to-kv2-mean")
+    got = summary(cwd, f"kv8-s1-to-kv2-mean{named}")
     assert got["steps"] == steps and got["fraction"] == pytest.approx(steps / 20)
     assert f"{steps} steps" in out
     if steps == 0:
@@ -66,11 +70,49 @@ def test_the_steps_are_a_fraction_of_the_parents_or_as_given(call, mha, cwd, giv
 def test_pooling_that_looks_at_the_text_first(call, mha, cwd, trained, pool):
     code, out, err = call("uptrain", "ckpt=mha.pt", "groups=2", f"pool={pool}", "similar=true", "steps=2", *QUIET)
     assert code == 0, err
-    got = summary(cwd, f"kv8-s1-to-kv2-{pool}-similar")
+    got = summary(cwd, f"kv8-s1-to-kv2-{pool}-similar-2steps")
     parent = load_model(load_checkpoint(mha))
     data = stream.load_data(load_checkpoint(mha)["data"]["dataset"], None, parent.config.block_size)
     seen = measure(parent, torch.cat([x for x, _ in data.samples(16, parent.config.block_size)]))
     assert got["loss_pooled"] == evaluate(pool_heads(parent, 2, pool, moments=seen, similar=True), VAL)
+
+
+def test_more_heads_compute_the_same_and_pooling_them_gives_the_parent_back_to_the_bit(call, mha, cwd):
+    assert call("uptrain", "ckpt=mha.pt", "groups=2", "name=gqa", *QUIET)[0] == 0
+    parent = load_checkpoint(cwd / "runs/t/gqa/last.pt")
+    for name, groups in (("gqa", 8), ("gqa-to-kv8-0steps", 2)):
+        code, out, err = call("uptrain", f"ckpt=runs/t/{name}/last.pt", f"groups={groups}", "steps=0", *QUIET)
+        assert code == 0, err
+    wide = summary(cwd, "gqa-to-kv8-0steps")
+    assert wide["n_kv"] == 8 and wide["loss_pooled"] == pytest.approx(wide["loss_parent"], abs=1e-6)
+    back = load_checkpoint(cwd / "runs/t/gqa-to-kv8-0steps-to-kv2-mean-0steps/last.pt")
+    assert back["model"].keys() == parent["model"].keys()
+    assert all(torch.equal(p, parent["model"][name]) for name, p in back["model"].items())
+
+
+def test_the_losses_before_training_are_measured_once_for_all_fractions(call, mha, cwd, monkeypatch):
+    counted = []
+    monkeypatch.setattr(stream, "evaluate", lambda *args, **kwargs: counted.append(args) or evaluate(*args, **kwargs))
+    evaluations = {}
+    for arm in ("groups=2", "groups=2 fraction=0.2", "groups=2 fraction=0.2 pool=first", "groups=1", "groups=1 fraction=0.2"):
+        counted.clear()
+        assert call("uptrain", "ckpt=mha.pt", *arm.split(), *QUIET)[0] == 0
+        evaluations[arm] = len(counted)
+    assert list(evaluations.values()) == [3, 1, 2, 2, 1]  # the parent's, right after pooling, after training
+    for a, b in (("kv2-mean", "kv2-mean-20pct"), ("kv1-mean", "kv1-mean-20pct")):
+        first, second = summary(cwd, f"kv8-s1-to-{a}"), summary(cwd, f"kv8-s1-to-{b}")
+        assert all(first[key] == second[key] for key in ("loss_parent", "loss_pooled"))
+    assert summary(cwd, "kv8-s1-to-kv2-first-20pct")["loss_pooled"] != summary(cwd, "kv8-s1-to-kv2-mean")["loss_pooled"]
+
+
+def test_a_parent_trained_anew_is_measured_anew(call, mha, cwd):
+    assert call("uptrain", "ckpt=mha.pt", "groups=2", *QUIET)[0] == 0
+    checkpoint = torch.load(mha)
+    checkpoint["model"]["wte.weight"] += 0.01
+    torch.save(checkpoint, mha)
+    assert call("uptrain", "ckpt=mha.pt", "groups=2", "steps=0", *QUIET)[0] == 0
+    old, new = summary(cwd, "kv8-s1-to-kv2-mean"), summary(cwd, "kv8-s1-to-kv2-mean-0steps")
+    assert old["loss_parent"] != new["loss_parent"] == evaluate(load_model(load_checkpoint(mha)), VAL)
 
 
 def test_the_batches_go_on_where_the_parents_stopped_also_in_the_next_generation(call, mha, cwd, monkeypatch):
@@ -79,9 +121,9 @@ def test_the_batches_go_on_where_the_parents_stopped_also_in_the_next_generation
     assert call("uptrain", "ckpt=mha.pt", "groups=2", "steps=4", *QUIET)[0] == 0
     assert seen == [(1, 20), (1, 21), (1, 22), (1, 23)]
     seen.clear()
-    assert call("uptrain", "ckpt=runs/t/kv8-s1-to-kv2-mean/last.pt", "groups=1", "steps=2", *QUIET)[0] == 0
+    assert call("uptrain", "ckpt=runs/t/kv8-s1-to-kv2-mean-4steps/last.pt", "groups=1", "steps=2", *QUIET)[0] == 0
     assert seen == [(1, 24), (1, 25)]
-    last = load_checkpoint(cwd / "runs/t/kv8-s1-to-kv2-mean-to-kv1-mean/last.pt")
+    last = load_checkpoint(cwd / "runs/t/kv8-s1-to-kv2-mean-4steps-to-kv1-mean-2steps/last.pt")
     assert last["model_config"]["n_kv"] == 1 and last["total_iterations"] == 26
 
 
@@ -93,7 +135,7 @@ def test_interrupted_and_resumed_is_uninterrupted_to_the_bit(call, mha, cwd, mon
         call(*args, "sweep=halves")
     monkeypatch.setattr(stream, "get_batch", get_batch)
     assert call(*args, "sweep=halves")[0] == 0
-    whole, halves = (cwd / "runs" / sweep / "kv8-s1-to-kv2-mean" for sweep in ("whole", "halves"))
+    whole, halves = (cwd / "runs" / sweep / "kv8-s1-to-kv2-mean-10steps" for sweep in ("whole", "halves"))
     assert rows(whole) == rows(halves)
     a, b = load_checkpoint(whole / "last.pt"), load_checkpoint(halves / "last.pt")
     assert equal(a["model"], b["model"]) and equal(a["optimizer"], b["optimizer"])
@@ -119,6 +161,27 @@ def test_another_parent_under_the_same_name_is_refused(call, mha, cwd):
     torch.save(checkpoint, mha)
     code, out, err = call("uptrain", "ckpt=mha.pt", "groups=2", *QUIET)
     assert code == 2 and err.count("\n") == 1 and "holds another run" in err
+
+
+def test_only_the_numbers_are_kept_if_so_asked(call, mha, cwd):
+    assert call("uptrain", "ckpt=mha.pt", "groups=2", "keep=false", *QUIET)[0] == 0
+    folder = cwd / "runs/t/kv8-s1-to-kv2-mean"
+    assert not list(folder.glob("*.pt")) and summary(cwd, folder.name)["val_loss_final"] == rows(folder)[-1]["val/loss"]
+    assert "finished before" in call("uptrain", "ckpt=mha.pt", "groups=2", "keep=false", *QUIET)[1]
+
+
+def test_svd_goes_on_at_a_tenth_of_the_parents_peak_rate_also_in_the_next_generation(call, mha, cwd):
+    peak = load_checkpoint(mha)["config"]["train"]["lr"]
+    named = {"groups=2 pool=svd": "kv2-svd", "groups=2": "kv2-mean", "groups=2 rate=0.3": "kv2-mean-rate0.3",
+             "groups=8 pool=svd": "kv8-svd"}  # fmt: skip
+    for args, rate in zip(named, (0.1, 1, 0.3, 1), strict=True):
+        assert call("uptrain", "ckpt=mha.pt", *args.split(), *QUIET)[0] == 0
+        last = load_checkpoint(cwd / f"runs/t/kv8-s1-to-{named[args]}/last.pt")
+        assert last["config"]["train"]["lr"] == pytest.approx(rate * peak)
+        assert summary(cwd, f"kv8-s1-to-{named[args]}")["rate"] == rate
+    assert call("uptrain", "ckpt=runs/t/kv8-s1-to-kv2-svd/last.pt", "groups=1", "pool=svd", *QUIET)[0] == 0
+    last = load_checkpoint(cwd / "runs/t/kv8-s1-to-kv2-svd-to-kv1-svd/last.pt")
+    assert last["config"]["train"]["lr"] == pytest.approx(0.1 * peak)
 
 
 def test_the_parents_file_is_left_alone(call, mha):
@@ -149,7 +212,7 @@ def test_a_compiled_parents_prefix_is_no_obstacle(call, mha, cwd):
 
 def test_uptraining_wins_back_part_of_the_jump(call, mha, cwd):
     assert call("uptrain", "ckpt=mha.pt", "groups=1", "pool=random", "steps=20", *QUIET)[0] == 0
-    got = summary(cwd, "kv8-s1-to-kv1-random")
+    got = summary(cwd, "kv8-s1-to-kv1-random-20steps")
     assert got["val_loss_final"] < got["loss_pooled"]
 
 
