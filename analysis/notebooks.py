@@ -7,8 +7,8 @@ Execute the notebooks on a sweep's runs. They are kept as plain scripts, analysi
     python analysis/notebooks.py notebook=budget        the one that only counts: it needs no runs
 
 Prints a line a notebook. Nothing is trained or measured. The same runs give the same files, byte for byte. Each execution
-is also a W&B run, analysis-<notebook>, with the figures. `quant` and `retrieval` are left out where no quantised
-cache has been measured.
+is also a W&B run, analysis-<notebook>, with the figures. `uptrain`, `quant` and `retrieval` are left out where what they
+read has not been run.
 """
 
 import json
@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python analysis/notebooks.py` puts only analysis/ there
 
-from analysis import quant_tables
+from analysis import quant_tables, uptrain_tables
 from analysis.runs import arguments, load_runs
 from analysis.tables import sweep_table
 from tracking import MODES, Run
@@ -32,10 +32,12 @@ FIGURES = {
     "cache": ("cache",),
     "speed": ("speed", "speed_batch"),
     "budget": ("budget", "budget_crossover", "budget_precision", "budget_parallel"),
+    "uptrain": ("uptrain_curve_gpt2", "uptrain_curve_llama", "uptrain_cost_gpt2", "uptrain_cost_llama"),
     "quant": ("quant", "quant_smollm2", "quant_newest", "quant_axes", "quant_magnitudes"),
     "retrieval": ("quant_retrieval", "quant_passkey"),
 }
-QUANTISED = {"quant", "retrieval"}  # of what went through quantised caches, if anything did
+# of what goes beyond `make sweep`: left out where it has not been run
+BEYOND = {"uptrain": uptrain_tables.load, "quant": quant_tables.load, "retrieval": quant_tables.load}
 WITHOUT_RUNS = ("budget",)  # it counts, and reads no run
 SECONDS = 300  # for a cell; it takes a few on a laptop
 
@@ -152,19 +154,19 @@ def main():
     runs, _ = load_runs(ROOT / "runs", sweep=sweep)
     runs = runs[runs.job_type != "analysis"]
     try:
-        if set(names) - set(WITHOUT_RUNS):
+        if set(names) - set(WITHOUT_RUNS) - set(BEYOND):
             if runs.empty:
                 raise ValueError("no runs")
-            if set(names) - QUANTISED:
-                sweep_table(runs)
+            sweep_table(runs)
     except ValueError as error:
         print(f"error: runs/{sweep}: {error}; `make sweep PRESET={sweep}` makes them", file=sys.stderr)
         sys.exit(2)
-    if left_out := QUANTISED.intersection(names):
-        found, missing = quant_tables.load(sweep, ROOT / "runs")
+    for load in dict.fromkeys(BEYOND[name] for name in names if name in BEYOND):
+        found, missing = load(sweep, ROOT / "runs")
         if not found:
-            print(f"{', '.join(sorted(left_out))}: left out; {'; '.join(missing)}", file=sys.stderr)
-            names = [name for name in names if name not in QUANTISED]
+            left_out = [name for name in names if BEYOND.get(name) is load]
+            print(f"{', '.join(left_out)}: left out; {'; '.join(missing)}", file=sys.stderr)
+            names = [name for name in names if name not in left_out]
     failed = False
     with ThreadPoolExecutor(max(1, len(names))) as pool:  # most of a notebook's time is one kernel's imports
         for name, (line, worked) in zip(names, pool.map(lambda name: make(name, sweep), names), strict=True):

@@ -27,9 +27,17 @@ EXTRA = {8: (0.0, 0.0, 0.0), 2: (0.01, 0.03, -0.04), 1: (0.03, 0.02, 0.025)}  # 
 PROMPT, TOKENS, BATCHES = 64, 300, (1, 8, 32)
 
 
-def write(folder, job, n_kv, seed, rows, summary, **config):
+def write(folder, job, n_kv, seed, rows, summary, dialect="gpt2", **config):
     """One run folder, as tracking.py makes it without W&B."""
-    model = {"n_layer": LAYERS, "n_head": HEADS, "n_kv": n_kv, "n_embd": WIDTH, "block_size": 256, "vocab_size": VOCAB}
+    model = {
+        "dialect": dialect,
+        "n_layer": LAYERS,
+        "n_head": HEADS,
+        "n_kv": n_kv,
+        "n_embd": WIDTH,
+        "block_size": 256,
+        "vocab_size": VOCAB,
+    }
     config = {"script": job, "sweep": folder.parent.name, "name": folder.name, "seed": seed, "model": model, **config}
     with Run(folder, name=folder.name, group=folder.parent.name, job_type=job, config=config, mode="disabled") as run:
         (folder / "config.yaml").write_text(json.dumps(config))
