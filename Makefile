@@ -14,7 +14,7 @@ PARENTS = $(subst $(comma),/last.pt$(comma)runs/$(PRESET)/kv8-s,runs/$(PRESET)/k
 export PYTHONUNBUFFERED = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data sweep train uptrain uptrain-curve eval pretrained quant recall quant-pretrained bench bench-caches serve serve-setup serve-test analysis calculator dashboard sync test test-slow lint clean
+.PHONY: help setup data sweep train uptrain uptrain-curve uptrain-pretrained eval pretrained quant recall quant-pretrained bench bench-caches serve serve-setup serve-test analysis calculator dashboard sync test test-slow lint clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -96,6 +96,16 @@ quant: $(READY)  ## loss of the sweep's models through FP8, KIVI and KVQuant cac
 	$(call through,eval.py sweep=$(PRESET) batches=[] newest=0$(comma)1$(comma)4$(comma)16$(comma)64 windows=16,$(CODED)); \
 	$(call through,eval.py sweep=$(PRESET) batches=[] newest=16 exact=keys$(comma)values windows=16,$(CODED)); \
 	$(PY) analysis/quant_tables.py sweep=$(PRESET) || status=1; exit $$status
+
+STEPS ?= 40
+uptrain-pretrained: JOBS = 1
+uptrain-pretrained: pretrained  ## SmolLM2-135M: its 3 KV heads as 9 and back again; and as 1, pooled in three ways and trained on
+	@status=0; \
+	$(PY) uptrain.py ckpt=smollm2.pt groups=9 steps=0 && \
+	$(PY) uptrain.py ckpt=runs/pretrained/smollm2-to-kv9-0steps/last.pt groups=3 steps=0 || status=1; \
+	$(PY) uptrain.py -m $(PARALLEL) ckpt=smollm2.pt groups=1 pool=svd,aligned,mean steps=$(STEPS) keep=false || status=1; \
+	$(PY) uptrain.py ckpt=smollm2.pt groups=3 steps=$(STEPS) keep=false || status=1; \
+	$(PY) analysis/uptrain_tables.py || status=1; exit $$status
 
 recall: $(READY)  ## models that look keys up over 1,024 tokens, and how often they still do through each cache
 	@status=0; \

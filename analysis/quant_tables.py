@@ -25,7 +25,7 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python analysis/quant_tables.py` puts only analysis/ there
 
 from analysis.runs import arguments, load_runs
-from analysis.tables import as_markdown, as_text, interval, with_interval, write_readme
+from analysis.tables import all_of, as_markdown, as_text, interval, with_interval, write_readme
 
 ROOT = Path(__file__).resolve().parent.parent
 MARGIN = 0.001  # nats a token; seeds of the cpu sweep end some 0.005 apart
@@ -261,10 +261,6 @@ def passkey_summary(table):
             cells.append(f"{(mine.accuracy * mine.examples).sum():.0f} of {mine.examples.sum()}" if len(mine) else "–")
         lines.append([name, *cells])
     return lines
-
-
-def all_of(rows, column):
-    return ", ".join(sorted({f"{v:g}" if isinstance(v, float) else str(v) for v in rows[column].dropna()}))
 
 
 def conditions(table):

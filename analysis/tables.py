@@ -173,12 +173,13 @@ def as_markdown(lines):
     return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], ["---"] * len(lines[0]), *lines[1:]])
 
 
+def all_of(rows, column):
+    """The different values in a column, as text."""
+    return ", ".join(sorted({f"{v:g}" if isinstance(v, float) else str(v) for v in rows[column].dropna()}))
+
+
 def conditions(table, runs):
     """What the numbers were measured on, in one line."""
-
-    def all_of(rows, column):
-        return ", ".join(sorted({f"{v:g}" if isinstance(v, float) else str(v) for v in rows[column].dropna()}))
-
     text = (
         f"{all_of(table, 'corpus')}, {all_of(table, 'steps')} steps, {all_of(table, 'dtype')}, seeds {all_of(table, 'seed')}, "
         f"mean ± 95 % interval; {all_of(table, 'machine')}; commit {all_of(table, 'commit')}"

@@ -1,12 +1,13 @@
 """
-What pooling costs and uptraining wins back: results/uptrain_curve.csv, the README's table, on the terminal.
+What pooling costs and uptraining wins back: results/uptrain_curve.csv, results/uptrain_smollm2.csv, the README's tables, on
+the terminal.
 
     python analysis/uptrain_tables.py                  the sweep cpu, and llama where it is -> results/, README.md
     python analysis/uptrain_tables.py sweep=smoke      another sweep, alone -> runs/smoke/results/, README untouched
     python analysis/uptrain_tables.py readme=false     the same as the first, README untouched
 
 Reads what `make uptrain-curve` left: conversions in runs/<sweep>-curve/, their parents and the models trained from scratch
-in runs/<sweep>/. A sweep that is not there is said and skipped.
+in runs/<sweep>/; and what `make uptrain-pretrained` left in runs/pretrained/. What is not there is said and skipped.
 
 Everything is paired by seed, and a conversion is compared with its parent trained on for as many steps at the same rate, so
 that what training on does by itself is not credited to the pooling. Words follow analysis/tables.py: a difference counts
@@ -21,7 +22,7 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python analysis/uptrain_tables.py` puts only analysis/ there
 
 from analysis.runs import arguments, load_runs
-from analysis.tables import as_markdown, as_text, trained_runs, verdict, with_interval, write_readme
+from analysis.tables import all_of, as_markdown, as_text, trained_runs, verdict, with_interval, write_readme
 from arithmetic import heads
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +33,10 @@ ORDER = [KEPT, "svd", "aligned", "mean", "first", "random", SCRATCH]
 COLUMNS = [
     "dialect", "seed", "groups", "pool", "fraction", "rate", "steps", "loss", "n_head", "parent_steps", "corpus", "commit",
     "machine",
+]  # fmt: skip
+PRETRAINED_COLUMNS = [
+    "parent", "n_kv_parent", "groups", "pool", "steps", "rate", "loss_parent", "loss_pooled", "loss_uptrained", "window",
+    "corpus", "commit", "machine",
 ]  # fmt: skip
 SHOWN = 0.05  # the fraction in the summary, the paper's
 
@@ -126,17 +131,40 @@ def summary(table, fraction=SHOWN):
     return lines
 
 
+def pretrained_table(runs):
+    """One row a conversion of SmolLM2, or of one of those: losses before, right after, and after its steps."""
+    rows = runs[(runs.job_type == "uptrain") & (runs.state == "finished")].assign(loss_uptrained=lambda r: r.val_loss_final)
+    rows = rows.assign(parent=rows["parent.name"], window=rows.window.fillna(rows["model.block_size"]))
+    rows.loc[rows.groups >= rows.n_kv_parent, "pool"] = KEPT
+    rows.loc[rows.steps == 0, "rate"] = float("nan")
+    return rows.reindex(columns=PRETRAINED_COLUMNS).sort_values(["n_kv_parent", "groups", "loss_pooled"]).reset_index(drop=True)
+
+
+def pretrained_summary(table):
+    """Rows of text: one row a conversion."""
+    lines = [["KV heads", "pool", "loss before", "right after", "after training on", "steps"]]
+    for row in table.itertuples():
+        after = f"{row.loss_uptrained:.4f}" if row.steps else "–"
+        lines.append([f"{row.n_kv_parent:.0f} → {row.groups:.0f}", "–" if row.pool == KEPT else row.pool,
+                      f"{row.loss_parent:.4f}", f"{row.loss_pooled:.4f}", after, f"{row.steps:.0f}"])  # fmt: skip
+    return lines
+
+
+def pretrained_conditions(table):
+    """What the losses of SmolLM2 were measured on, in one line."""
+    return (
+        f"SmolLM2-135M-Instruct, {all_of(table, 'corpus')}, the whole validation split in windows of {all_of(table, 'window')} tokens, nats a "
+        f"token; {all_of(table, 'machine')}; commit {all_of(table, 'commit')}"
+    )
+
+
 def conditions(table):
     """What the losses were measured on, in one line."""
-
-    def all_of(column):
-        return ", ".join(sorted({str(value) for value in table[column].dropna()}))
-
     scratch, parent = table[table.pool == SCRATCH], losses(table, KEPT, fraction=0)
     return (
-        f"dialect {all_of('dialect')}, {all_of('corpus')}, the whole validation split; seeds {all_of('seed')}, mean ± 95 % "
-        f"interval; the parent after {', '.join(str(n) for n in sorted(scratch.steps.unique()))} steps: "
-        f"{with_interval(parent)} nats; {all_of('machine')}; commit {all_of('commit')}"
+        f"dialect {all_of(table, 'dialect')}, {all_of(table, 'corpus')}, the whole validation split; seeds "
+        f"{all_of(table, 'seed')}, mean ± 95 % interval; the parent after {all_of(scratch, 'steps')} steps: "
+        f"{with_interval(parent)} nats; {all_of(table, 'machine')}; commit {all_of(table, 'commit')}"
     )
 
 
@@ -164,7 +192,9 @@ def main():
     sweep = given.get("sweep", "cpu")
     readme = sweep == "cpu" and given.get("readme", "true") == "true"
     found, missing = load(sweep)
-    if not found:
+    pretrained, _ = load_runs(ROOT / "runs", sweep="pretrained")
+    pretrained = pretrained_table(pretrained) if sweep == "cpu" and (pretrained.job_type == "uptrain").any() else []
+    if not found and not len(pretrained):
         print(f"error: {'; '.join(missing)}", file=sys.stderr)
         sys.exit(2)
     print("\n".join(missing), end="\n" if missing else "")
@@ -175,15 +205,25 @@ def main():
         sys.exit(2)
     out = ROOT / "results" if sweep == "cpu" else ROOT / "runs" / sweep / "results"
     out.mkdir(parents=True, exist_ok=True)
-    blocks = []
+    blocks, written = {}, []
+    if len(pretrained):
+        note = pretrained_conditions(pretrained)
+        print(f"\n{as_text(pretrained_summary(pretrained))}\n\n{note}")
+        blocks["uptrain-smollm2"] = f"{as_markdown(pretrained_summary(pretrained))}\n\n<sub>{note}</sub>"
+        pretrained.to_csv(out / "uptrain_smollm2.csv", index=False)
+        written.append("uptrain_smollm2.csv")
+    curves = []
     for table in tables.values():
         note = conditions(table)
         print(f"\n{as_text(overview(table))}\n\n{as_text(summary(table))}\n\n{note}")
-        blocks.append(f"{as_markdown(overview(table))}\n\n<sub>{note}</sub>")
-    pd.concat(tables.values()).to_csv(out / "uptrain_curve.csv", index=False)
+        curves.append(f"{as_markdown(overview(table))}\n\n<sub>{note}</sub>")
+    if curves:
+        blocks["uptrain-curve"] = "\n\n".join(curves)
+        pd.concat(tables.values()).to_csv(out / "uptrain_curve.csv", index=False)
+        written.append("uptrain_curve.csv")
     if readme:
-        write_readme(ROOT / "README.md", {"uptrain-curve": "\n\n".join(blocks)})
-    print(f"\n-> {out.relative_to(ROOT)}/uptrain_curve.csv{' and README.md' if readme else ''}")
+        write_readme(ROOT / "README.md", blocks)
+    print(f"\n-> {out.relative_to(ROOT)}/{', '.join(written)}{' and README.md' if readme else ''}")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from data import corpus as corpora
 from data.tokenizer import SmolLMTokenizer, tokenizer_from
 from decoding import generate, make_cache
 from model import GPT
+from pooling import pool_heads
 from storage import load_checkpoint, load_model
 from stream import evaluate
 
@@ -324,6 +325,19 @@ def test_the_real_loss_is_hugging_faces():
     idx = torch.from_numpy(ids.astype(np.int64))[None]  # [1, T+1]
     loss = torch.nn.functional.cross_entropy(theirs(idx[:, :-1]).logits[0], idx[0, 1:])
     assert abs(evaluate(ours, ids, window=2048) - loss.item()) < 1e-4
+
+
+@needs_real
+@pytest.mark.slow
+@torch.no_grad()
+def test_nine_copied_heads_are_the_real_three_and_pool_back_to_the_bit():
+    model, idx = real_models()[0], torch.tensor([real_tokenizer().encode(ENGLISH)])
+    wide = pool_heads(model, 9).eval()
+    assert wide.config.n_kv == 9 and wide.n_params() > model.n_params()
+    a, b = model(idx)[0], wide(idx)[0]
+    assert (a - b).abs().max() < 1e-5 * a.abs().max()  # other shapes take other kernels
+    back = pool_heads(wide, 3)
+    assert all(torch.equal(p, model.state_dict()[name]) for name, p in back.state_dict().items())
 
 
 @needs_real

@@ -11,6 +11,7 @@ from test_analysis import ROOT, outputs, script, write
 
 from analysis import notebooks
 from analysis import uptrain_tables as u
+from analysis.runs import load_runs
 
 PARENT = {1: 1.5, 2: 1.7, 3: 1.6}  # seeds lie 0.1 apart, and differences are far smaller
 FRACTIONS = (0.01, 0.05, 0.1)
@@ -157,6 +158,25 @@ def test_script_and_notebook_on_both_dialects(tmp_path):
     assert "GQA-2: svd loses least before any training, +0.0040 nats, where mean loses +0.6000" in text
     assert "| 2 | svd | +0.0040 ± 0.0000 | +0.0040 ± 0.0000 |" in text
     assert {path.stem for path in (tmp_path / "results" / "figures").iterdir()} == set(notebooks.FIGURES["uptrain"])
+
+
+def test_conversions_of_smollm2(tmp_path):
+    sweep = tmp_path / "pretrained"
+    about = {"loss_parent": 3.4, "corpus": "play", "commit": "abc1234", "machine": "abacus", "rate": 1.0}
+    for parent, before, groups, pool, steps, pooled, after in (
+        ("smollm2", 3, 9, "mean", 0, 3.4, 3.4), ("smollm2-to-kv9-0steps", 9, 3, "mean", 0, 3.4, 3.4),
+        ("smollm2", 3, 1, "mean", 40, 9.7, 6.0), ("smollm2", 3, 1, "svd", 40, 4.4, 3.9), ("smollm2", 3, 3, "mean", 40, 3.4, 3.2),
+    ):  # fmt: skip
+        summary = {"groups": groups, "n_kv_parent": before, "pool": pool, "steps": steps, "loss_pooled": pooled, **about}
+        folder = sweep / f"{parent}-to-kv{groups}-{pool}"
+        write(folder, "uptrain", groups, 0, {}, {**summary, "val_loss_final": after}, parent={"name": parent}, window=512)
+    table = u.pretrained_table(load_runs(tmp_path, sweep="pretrained")[0])
+    assert u.pretrained_summary(table)[1:] == [
+        ["3 → 1", "svd", "3.4000", "4.4000", "3.9000", "40"], ["3 → 1", "mean", "3.4000", "9.7000", "6.0000", "40"],
+        ["3 → 3", "–", "3.4000", "3.4000", "3.2000", "40"], ["3 → 9", "–", "3.4000", "3.4000", "–", "0"],
+        ["9 → 3", "mean", "3.4000", "3.4000", "–", "0"],
+    ]  # fmt: skip
+    assert "windows of 512 tokens" in u.pretrained_conditions(table)
 
 
 def test_a_sweep_without_a_curve_is_no_failure(tmp_path, monkeypatch, capsys):
