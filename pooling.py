@@ -27,13 +27,20 @@ far as both attend to the same tokens: the same problem with P = [c_gh W_o,g^T W
 constant passes attention unchanged; where the output projection has a bias, that takes what the mean value loses, and S
 is a covariance here too. Without one, S is the second moment.
 
-Rotary positions turn pairs of channels, complex numbers, and only complex factors commute with that. So for keys each
-frequency is a problem of its own, m complex numbers wide and of rank one; at a random distance errors of different
-frequencies do not correlate, and solving them apart loses nothing in this norm. A mean turns with the position, so S is
-the second moment. Values are not turned.
+Rotary positions turn pairs of channels, complex numbers, and only complex factors commute with that: with maps that do, each
+frequency is a problem of its own, m complex numbers wide and of rank one. That is all there is if every distance counts
+alike. But attention looks at some distances far more than at others, over which slow frequencies hardly turn, and there
+maps that mix them are as good as free. So with R the rotation by a distance, drawn as the query head h of key j looks,
+
+    sum over h of E_R || Q_h^(1/2) (R k_j - D_h R E k) ||^2 over independent queries and keys, Q_h = E q_h q_h^T
+
+is minimised: for fixed E each D_h is a least-squares problem, for fixed D's E is one, and both have closed forms. They take
+turns, beginning at the commuting maps, until nothing is gained. A mean turns with the position, so the keys' second moment
+is taken. Values are not turned.
 
 Relatives: arXiv 2406.07056 keeps the principal components of a group's cached keys and values, which is this with P = I:
-keys count by their size, whether or not a query looks at them.
+keys count by their size, whether or not a query looks at them. arXiv 2502.07864 folds neighbouring frequencies, as if they
+turned alike, for the same reason.
 """
 
 from dataclasses import dataclass, replace
@@ -58,16 +65,19 @@ class Moments:
 
     x: torch.Tensor  # [C+1, C+1], float64: E [x, 1] [x, 1]^T of what enters the attention
     overlap: torch.Tensor  # [n_head, n_head], float64: E sum_t p_i(t) p_j(t), how far two heads attend to the same tokens
+    turns: torch.Tensor | None = None  # [2, n_head, hd/2, hd/2], complex: E e^(i (a - b)) and E e^(i (a + b)), a and b what two
+    # frequencies turn a key by, seen from a query, at the distances where a head looks; for rotary positions
 
 
 @torch.no_grad()
 def measure(model, idx):
     """The Moments of each layer over a few sequences idx [n, T] of training text."""
     found = [[] for _ in model.h]
+    T = idx.size(1)
+    apart = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0).flatten().to(idx.device)  # of a query and a key, [T*T]
 
     def look(attn, args):
         x, rotary, _ = args  # [1, T, C]
-        T = x.size(1)
         one = torch.cat((x[0], torch.ones_like(x[0, :, :1])), dim=1).double()  # [T, C+1]
         q, k, _ = attn.c_attn(x)[0].split([attn.n_head * attn.hd, attn.n_kv * attn.hd, attn.n_kv * attn.hd], dim=1)
         q = q.view(T, attn.n_kv, -1, attn.hd).permute(1, 2, 0, 3)  # [n_kv, group, T, hd]
@@ -76,7 +86,12 @@ def measure(model, idx):
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         later = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
         p = (q @ k.mT / attn.hd**0.5).masked_fill_(later, -torch.inf).softmax(dim=-1).flatten(0, 1)  # [n_head, T, T]
-        found[attn.layer].append((one.T @ one / T, torch.einsum("itu,jtu->ij", p, p).double() / T))
+        parts = [one.T @ one / T, torch.einsum("itu,jtu->ij", p, p).double() / T]
+        if rotary is not None:
+            share = torch.zeros(attn.n_head, T).to(one).index_add_(1, apart, p.flatten(1).double() / T)  # of each distance
+            back = torch.complex(*rotary)[:T, : attn.hd // 2].to(torch.complex128).conj()  # [T, hd/2]: by a distance
+            parts.append(torch.stack([torch.einsum("hd,df,dg->hfg", share + 0j, back, b) for b in (back.conj(), back)]))
+        found[attn.layer].append(parts)
 
     hooks = [block.attn.register_forward_pre_hook(look) for block in model.h]
     was = model.training
@@ -151,6 +166,36 @@ def maps(pool, S, P, m):
     return E, D
 
 
+def turned(a, turns):
+    """The mean of R a R^T over rotations R, given the `turns` of their distances, [2, …, hd/2, hd/2]; a [..., hd, hd]."""
+    (rr, ri), (ir, ii) = (half.chunk(2, dim=-1) for half in a.chunk(2, dim=-2))
+    u = torch.complex(rr + ii, ir - ri) / 2 * turns[0]  # on complex numbers a is z -> u z + v conj(z)
+    v = torch.complex(rr - ii, ir + ri) / 2 * turns[1]
+    return torch.cat((torch.cat(((u + v).real, (v - u).imag), dim=-1), torch.cat(((u + v).imag, (u - v).real), dim=-1)), dim=-2)
+
+
+def descend(S, Q, turns, E, most=100):
+    """
+    The E [hd, m*hd] and D [m, g, hd, hd] of rotary keys, from a first E by steps that never lose; and the share still lost.
+    S [m*hd, m*hd] is E k k^T of the keys, Q [m, g, hd, hd] those of their queries, turns [2, m, g, hd/2, hd/2].
+    """
+    m, hd, before = len(Q), len(E), torch.inf
+    own = torch.stack([S[i : i + hd, i : i + hd] for i in range(0, m * hd, hd)])[:, None]  # [m, 1, hd, hd]
+    own = turned(own, turns)
+    all_ = (Q * own).sum().item() or 1.0
+    for _ in range(most):
+        cross = turned((S @ E.T).unflatten(0, (m, 1, -1)), turns)  # [m, g, hd, hd]: E (R k_j) (R z)^T
+        D = cross @ torch.linalg.pinv(turned(E @ S @ E.T, turns), rtol=1e-12, hermitian=True)
+        lost = (Q * (own - D @ cross.mT)).sum().item() / all_
+        if lost > before * (1 - 1e-4):
+            break
+        before, best = lost, (E, D, lost)
+        reads = turned(D.mT @ Q @ D, turns.conj()).sum(dim=(0, 1))  # [hd, hd]
+        wants = turned(D.mT @ Q, turns.conj()).sum(dim=1)  # [m, hd, hd]
+        E = torch.linalg.pinv(reads, rtol=1e-12, hermitian=True) @ wants.transpose(0, 1).flatten(1)
+    return best
+
+
 def error(S, P, E, D):
     """|| P^(1/2) (I - D E) S^(1/2) ||_F^2 over all F."""
     rest = torch.eye(S.size(-1)).to(S) - D @ E
@@ -204,6 +249,13 @@ class Layer:
         looks = torch.einsum("mgfc,cd,mgfd->fm", q, x, q.conj()).real
         return k @ x @ k.mH, torch.diag_embed(looks).to(k.dtype)
 
+    def turning_keys(self, group, E, most=100):
+        """`descend` for the keys of a group from the commuting map E [hd, m*hd]."""
+        k, x = self.k[group].flatten(0, 1), self.moments.x  # [m*hd, C+1]
+        looks = torch.einsum("mgac,cd,mgbd->mgab", self.q[group], x, self.q[group])
+        turns = self.moments.turns.unflatten(1, (self.c.n_kv, -1))[:, group]  # [2, m, query heads, hd/2, hd/2]
+        return descend(k @ x @ k.T, looks, turns, E, most)
+
     def values(self, group):
         """S and P of the values of a group."""
         v = self.v[group].flatten(0, 1)  # [m*hd, C+1]
@@ -219,9 +271,12 @@ class Layer:
         The shares of the keys' and of the values' part that one head in place of a group loses; about 1 is all. For `aligned`
         what svd would lose: it is as much a question of what heads have in common, and quickly answered.
         """
-        shares = []
+        shares, pool = [], "svd" if pool == "aligned" else pool
         for S, P in (self.keys(group), self.values(group)):
-            E, D = maps("svd" if pool == "aligned" else pool, S, P, len(group))
+            E, D = maps(pool, S, P, len(group))
+            if pool == "svd" and E.is_complex():
+                shares.append(self.turning_keys(group, real(E, self.c.head_dim), most=3)[2])  # the first steps gain most
+                continue
             shares.append(error(S, P, E, D) / (torch.einsum("fab,fba->", P, S).real.item() or 1.0))
         return shares
 
@@ -252,10 +307,14 @@ class Layer:
             if pool in MEASURED:
                 problems = self.keys(group), self.values(group)
             (E, D), (F, G) = (maps(pool, S, P, len(group)) for S, P in problems)
-            E, D = (real(x, hd) if x.is_complex() else x[0] for x in (E, D))
+            rotary = E.is_complex()
+            E, D = (real(x, hd) if rotary else x[0] for x in (E, D))
+            D = D.unflatten(0, (len(group), 1, hd))  # the same for all query heads of a KV head
+            if pool == "svd" and rotary:
+                E, D, _ = self.turning_keys(group, E)
             ks.append(E @ k.flatten(0, 1))  # [hd, C+1]
             vs.append(F[0] @ v.flatten(0, 1))
-            qs.append(torch.einsum("mab,mgac->mgbc", D.unflatten(0, (-1, hd)), q).flatten(0, 2))  # [m*query heads*hd, C+1]
+            qs.append((D.mT @ q).flatten(0, 2))  # [m*query heads*hd, C+1]
             os.append(torch.einsum("cmga,mab->cmgb", o, G[0].unflatten(0, (-1, hd))).flatten(1))  # [C, m*query heads*hd]
             if pool == "svd" and c.bias:
                 mean = v.flatten(0, 1) @ self.moments.x[:, -1]  # [m*hd]

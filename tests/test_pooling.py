@@ -1,6 +1,8 @@
 """Pooling heads: groups in the order in which query heads share them, and the maps that lose least."""
 
 import copy
+import itertools
+import math
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from reference import DIALECTS, reference_logits, small_model, tokens
 
 from decoding import make_cache
-from pooling import POOLS, Layer, error, expand_heads, least_error, maps, measure, pool_heads
+from pooling import POOLS, Layer, error, expand_heads, least_error, maps, measure, pool_heads, real, turned
 
 
 def parts(model, layer=0, name="weight"):
@@ -201,6 +203,60 @@ def inputs(model, idx):
     for hook in hooks:
         hook.remove()
     return seen
+
+
+def rotation(angles, hd):
+    """The matrix that turns pairs (i, i + hd/2) by `angles`, each cell written down."""
+    R, half = torch.zeros(hd, hd, dtype=torch.float64), hd // 2
+    for i, angle in enumerate(angles):
+        R[i, i] = R[i + half, i + half] = math.cos(angle)
+        R[i + half, i], R[i, i + half] = math.sin(angle), -math.sin(angle)
+    return R
+
+
+def test_turned_is_the_mean_over_rotations():
+    draw, hd = torch.Generator().manual_seed(0), 6
+    a, share = torch.randn(hd, hd, generator=draw).double(), torch.rand(5, generator=draw).double()
+    angles = 3 * torch.randn(5, hd // 2, generator=draw).double()
+    wanted = sum(w * rotation(t, hd) @ a @ rotation(t, hd).T for w, t in zip(share, angles, strict=True))
+    z = torch.exp(1j * angles)
+    turns = torch.stack([torch.einsum("d,df,dg->fg", share + 0j, z, other) for other in (z.conj(), z)])
+    assert torch.allclose(turned(a, turns), wanted)
+
+
+@pytest.mark.parametrize("n_kv, group", [(8, [1, 2, 6]), (4, [0, 3]), (2, [0, 1])])
+def test_turning_keys_lose_what_scores_differ_by_at_the_distances_where_heads_look(n_kv, group):
+    """All pairs of a query and a key at all distances, these weighted by a softmax written out here; and nothing near is better."""
+    model, T, hd, draw = small_model(n_kv, "llama").double(), 13, 8, torch.Generator().manual_seed(0)
+    idx = tokens(2, T)
+    layer = Layer(model.config, dict(model.state_dict()), 1, measure(model, idx)[1])
+    x = inputs(model, idx)[1]
+    q, k, _ = model.h[1].attn.c_attn(x).detach().split([64, n_kv * hd, n_kv * hd], dim=2)
+    q, k = q.view(2, T, n_kv, 8 // n_kv, hd), k.view(2, T, n_kv, hd)
+    R = [rotation([d / 10_000 ** (i / 4) for i in range(4)], hd) for d in range(T)]
+    share = torch.zeros(n_kv, 8 // n_kv, T, dtype=torch.float64)
+    for b, t in itertools.product(range(2), range(T)):
+        scores = torch.stack([torch.einsum("nga,ab,nb->ng", q[b, t], R[t - s].T, k[b, s]) for s in range(t + 1)], dim=-1)
+        share[..., : t + 1] += (scores / hd**0.5).softmax(dim=-1).flip(-1) / (2 * T)  # by distance, 0 first
+    q, k = q.flatten(0, 1)[:, group], k.flatten(0, 1)[:, group]
+
+    def lost(E, D):
+        z, total, wrong = k.flatten(1) @ E.T, 0.0, 0.0
+        for d in range(T):
+            true = torch.einsum("imga,ab,tmb->mgit", q, R[d].T, k)
+            read = torch.einsum("imga,mgac,cb,tb->mgit", q, D, R[d].T, z)
+            weight = share[group][..., d, None, None]
+            total, wrong = total + (weight * true.square()).sum(), wrong + (weight * (true - read).square()).sum()
+        return (wrong / total).item()
+
+    start = real(maps("svd", *layer.keys(group), len(group))[0], hd)
+    E, D, best = layer.turning_keys(group, start)
+    assert lost(E, D) == pytest.approx(best, rel=1e-6)
+    assert best < layer.turning_keys(group, start, most=1)[2]  # mixing frequencies gains
+    for scale in (1e-3, 1e-2, 0.1):
+        for _ in range(5):
+            near = [a + scale * a.abs().mean() * torch.randn(a.shape, generator=draw).double() for a in (E, D)]
+            assert lost(*near) >= best * (1 - 1e-3)  # it stops when a step gains less than a thousandth of that
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
