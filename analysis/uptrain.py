@@ -172,8 +172,9 @@ for table in curves.values():
 #
 # The `gpt2` dialect adds positions to the input once, so any invertible map of a head's keys can be undone in its queries, and
 # svd may choose the shared basis freely. The `llama` dialect turns pairs of channels of every key by an angle that grows with
-# the position. Only maps that commute with the turning are free: one complex number a pair. So svd has far fewer ways to
-# make keys agree; values are not turned, and as free as before.
+# the position, and only maps that commute with the turning are free: one complex number a pair, which leaves little to choose.
+# What helps is that attention looks at near tokens most: over their distances slow pairs hardly turn, so svd may mix them at a
+# small error, which it weighs by the distances that each head was seen to look at. Values are not turned, and as free as before.
 
 # %%
 if len(curves) > 1:
