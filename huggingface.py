@@ -303,7 +303,7 @@ def checkpoint_from(folder):
         tokenizer = read_tokenizer(folder, config, ours)
         state = read_weights(folder, c)
         changes = {}
-        if tokenizer["kind"] not in ("none", "recall"):
+        if tokenizer["kind"] != "none":
             size = tokenizer_from(tokenizer).vocab_size
             if size > c.vocab_size:
                 raise InputError(f"its tokenizer knows {size:,} tokens, its config.json {c.vocab_size:,}")
@@ -345,7 +345,7 @@ def from_huggingface(folder):
     checkpoint = checkpoint_from(folder)
     model = GPT(GPTConfig(**checkpoint["model_config"]))
     model.load_state_dict(checkpoint["model"])
-    return model, None if checkpoint["tokenizer"]["kind"] in ("none", "recall") else tokenizer_from(checkpoint["tokenizer"])
+    return model, None if checkpoint["tokenizer"]["kind"] == "none" else tokenizer_from(checkpoint["tokenizer"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
