@@ -1,6 +1,6 @@
 """
 The models that serve.py serves: what is known of one before it is served, its Hugging Face folder, and what it has to say
-of a text if the served model is still the same.
+of a text, or to answer, if the served model is still the same.
 """
 
 import hashlib
@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 from cli import InputError
 from data.corpus import load_corpus
+from data.recall.task import DISTANCES, examples
 from data.tokenizer import tokenizer_from
-from huggingface import config_from, name_of, read_json, to_huggingface, weight_files
+from huggingface import OURS, config_from, contents, name_of, read_json, to_huggingface, weight_files
 from shapes import checkpoint_shape, find_shape
 from storage import digest, find_checkpoint, load_checkpoint, load_model
 
@@ -23,14 +24,14 @@ def describe(key, ckpt):
     if path.is_file():
         name = path.stem if path.stem != "last" else path.parent.name  # runs/<sweep>/<name>/last.pt
         checkpoint = load_checkpoint(path)
-        tokenizer_from(checkpoint["tokenizer"])  # the benchmark speaks text: refused here where there is none
         model = load_model(checkpoint)
-        if model.config.dialect == "gpt2" and model.config.n_kv != model.config.n_head:
-            raise InputError(
-                f"{key}={ckpt}: GPT-2's class knows no n_kv={model.config.n_kv}; train with model=llama to serve it"
-            )
+        try:
+            contents(model, tokenizer_from(checkpoint["tokenizer"]))  # what has no folder is refused before anything is made
+        except InputError as error:
+            raise InputError(f"{key}={ckpt}: {error}") from None
         return {
             "name": plain(name), "path": path, "folder": None, "shape": checkpoint_shape(ckpt), "weights": digest(model),
+            "recall": checkpoint["tokenizer"]["kind"] == "recall",
         }  # fmt: skip
     if not (path / "tokenizer.json").is_file():
         raise InputError(f"{key}={ckpt} has no tokenizer.json: the benchmark speaks text")
@@ -42,7 +43,11 @@ def describe(key, ckpt):
                 sha.update(hashlib.file_digest(f, "sha256").digest())
     except InputError as error:
         raise InputError(f"{key}={ckpt}: {error}") from None
-    return {"name": name_of(path), "path": path, "folder": path, "shape": shape, "weights": sha.hexdigest()}
+    ours = read_json(path / OURS) if (path / OURS).is_file() else {}
+    return {
+        "name": name_of(path), "path": path, "folder": path, "shape": shape, "weights": sha.hexdigest(),
+        "recall": isinstance(ours.get("tokenizer"), dict) and ours["tokenizer"].get("kind") == "recall",
+    }  # fmt: skip
 
 
 def plain(name):
@@ -73,6 +78,13 @@ def our_loss(model, windows):
     return total / sum(len(window) - 1 for window in windows)
 
 
+@torch.no_grad()
+def our_answers(model, tokens, batch=8):
+    """The most likely token after each of tokens [N, T], in float32, without any server: a list."""
+    model = load_model(load_checkpoint(model["path"])).eval()
+    return [i for x in tokens.split(batch) for i in model.lm_head(model.features(x)[:, -1]).argmax(dim=1).tolist()]
+
+
 def check_readable(model):
     """InputError, naming why, for a Hugging Face folder whose loss we cannot tell because our model does not express it."""
     if model["path"].is_dir():
@@ -94,3 +106,15 @@ def windows_of_text(model, source, n, window, context):
     if len(windows[-1]) < T + 1:
         raise InputError(f"windows={n} of {T} tokens are more than the validation text has: {(len(tokens) - 1) // T}")
     return windows
+
+
+def recall_examples(n, context):
+    """
+    Tokens [N, context - 1] and answers, a list: what training evaluates recall on, n sequences for each distance, less the
+    first token, as the server wants room for its answer.
+    """
+    distances = [distance for distance in DISTANCES if distance < context - 1]
+    if not distances:
+        raise InputError(f"context={context} is too short to look keys up: {DISTANCES[0] + 2} tokens or more, or windows=0")
+    tokens, answers, _ = examples(context, n, distances)
+    return tokens[:, 1:], answers.tolist()
