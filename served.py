@@ -5,6 +5,7 @@ of a text, or to answer, if the served model is still the same.
 
 import hashlib
 import re
+from dataclasses import asdict
 
 import torch
 from torch.nn import functional as F
@@ -13,7 +14,7 @@ from cli import InputError
 from data.corpus import load_corpus
 from data.recall.task import DISTANCES, examples
 from data.tokenizer import tokenizer_from
-from huggingface import OURS, config_from, contents, name_of, read_json, to_huggingface, weight_files
+from huggingface import OURS, config_from, contents, name_of, read_json, read_weights, to_huggingface, weight_files
 from shapes import checkpoint_shape, find_shape
 from storage import digest, find_checkpoint, load_checkpoint, load_model
 
@@ -66,10 +67,20 @@ def export(model, folder):
     return model["folder"]
 
 
+def ours(model):
+    """Our own model, in float32. A folder's with all rows of its embedding: the server has those beyond the last token too."""
+    path = model["path"]
+    if path.is_file():
+        return load_model(load_checkpoint(path)).eval()
+    config = config_from(read_json(path / "config.json"))
+    state = read_weights(path, config)
+    return load_model({"model_config": asdict(config), "model": {"lm_head.weight": state["wte.weight"], **state}}).eval()
+
+
 @torch.no_grad()
 def our_loss(model, windows):
-    """Mean negative log-likelihood of all but the first token of each window, in float32, without any server."""
-    model = load_model(load_checkpoint(model["path"])).eval()
+    """Mean negative log-likelihood of all but the first token of each window, without any server."""
+    model = ours(model)
     total = 0.0
     for window in windows:
         x = torch.tensor(window)[None]  # [1, T+1]
@@ -80,8 +91,8 @@ def our_loss(model, windows):
 
 @torch.no_grad()
 def our_answers(model, tokens, batch=8):
-    """The most likely token after each of tokens [N, T], in float32, without any server: a list."""
-    model = load_model(load_checkpoint(model["path"])).eval()
+    """The most likely token after each of tokens [N, T], without any server: a list."""
+    model = ours(model)
     return [i for x in tokens.split(batch) for i in model.lm_head(model.features(x)[:, -1]).argmax(dim=1).tolist()]
 
 
