@@ -222,7 +222,7 @@ def write_rows(path, rows):
         before = pd.read_csv(path)
         table = pd.concat([before[before.run != rows[0]["run"]], table], ignore_index=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, table.to_csv(index=False, float_format="%.6g").encode())
+    write_atomically(path, table.to_csv(index=False, float_format="%.9g").encode())
 
 
 def pick(rows, **values):
