@@ -14,7 +14,7 @@ PARENTS = $(subst $(comma),/last.pt$(comma)runs/$(PRESET)/kv8-s,runs/$(PRESET)/k
 export PYTHONUNBUFFERED = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data sweep train uptrain eval pretrained quant recall quant-pretrained bench bench-caches serve serve-setup serve-test analysis calculator dashboard sync test test-slow lint clean
+.PHONY: help setup data sweep train uptrain eval pretrained quant recall quant-pretrained bench bench-caches serve serve-setup serve-test full analysis calculator dashboard sync test test-slow lint clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -121,11 +121,25 @@ serve-setup: .venv-serve/.ready  ## real vLLM in an environment of its own, .ven
 	@touch $@
 
 # GPT-2's class has no n_kv, so what is served beside its MHA is of the llama dialect
-CKPT  ?= runs/llama/kv8-s1/last.pt
-CKPT2 ?= $(if $(filter runs/llama/kv8-s1/last.pt,$(CKPT)),runs/llama/kv2-s1/last.pt)
-
+serve: CKPT  ?= runs/llama/kv8-s1/last.pt
+serve: CKPT2 ?= $(if $(filter runs/llama/kv8-s1/last.pt,$(CKPT)),runs/llama/kv2-s1/last.pt)
 serve: $(READY) .venv-serve/.ready  ## CKPT and CKPT2 on a real vLLM: capacity, latency, throughput (ARGS="memory=1GiB")
 	$(PY) serve.py ckpt=$(CKPT) $(if $(CKPT2),ckpt2=$(CKPT2)) $(ARGS)
+
+# The model by its name: kv8-s1 of runs/llama/kv8-s1/last.pt, else what its file or folder is called
+MODEL = $(patsubst %.pt,%,$(notdir $(patsubst %/last.pt,%,$(patsubst %/,%,$(CKPT)))))
+FEWER = $(MODEL)-to-kv$(GROUPS)-$(POOL)
+POOL ?= svd
+full: $(READY) .venv-serve/.ready  ## CKPT to GROUPS KV heads, both on a real vLLM (POOL=mean STEPS=… UPTRAIN="…" SERVE="…")
+	$(PY) uptrain.py ckpt=$(CKPT) groups=$(GROUPS) pool=$(POOL) sweep=full name=$(FEWER) $(if $(STEPS),steps=$(STEPS)) $(UPTRAIN)
+	$(PY) export.py ckpt=$(CKPT) out=exported/full/$(MODEL)
+	$(PY) export.py ckpt=runs/full/$(FEWER)/last.pt out=exported/full/$(FEWER)
+	$(PY) serve.py ckpt=exported/full/$(MODEL) ckpt2=exported/full/$(FEWER) sweep=full out=runs/full/serve.csv $(SERVE)
+	$(PY) analysis/serve_tables.py from=runs/full/serve.csv
+
+ifneq ($(filter full,$(MAKECMDGOALS)),)  # before an environment is built for nothing
+  $(if $(and $(CKPT),$(GROUPS)),,$(error make full needs CKPT=… (a Hugging Face folder or a checkpoint of the llama dialect) and GROUPS=… (its new number of KV heads)))
+endif
 
 serve-test: $(READY) .venv-serve/.ready  ## the tests that start a real vLLM (under 15 minutes on 2 cores, its set-up included)
 	$(PY) -m pytest -m vllm

@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import runpy
+import subprocess
 
 import cloudpickle
 import pytest
@@ -450,6 +451,13 @@ def test_the_readme_shows_what_budget_prints(call):
     code, out, err = call("budget", *command.split())
     assert code == 0, err
     assert [line.strip() for line in shown.splitlines()] == [line.strip() for line in out.splitlines()]
+
+
+@pytest.mark.parametrize("given", [[], ["CKPT=some.pt"], ["GROUPS=2"]])
+def test_make_full_says_what_it_needs_before_anything_is_built(given):
+    done = subprocess.run(["make", "full", *given], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert "CKPT=" in done.stderr and "GROUPS=" in done.stderr
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
