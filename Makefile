@@ -14,7 +14,7 @@ PARENTS = $(subst $(comma),/last.pt$(comma)runs/$(PRESET)/kv8-s,runs/$(PRESET)/k
 export PYTHONUNBUFFERED = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data sweep train uptrain uptrain-curve uptrain-pretrained eval pretrained quant recall quant-pretrained bench bench-caches serve serve-setup serve-test analysis calculator dashboard sync test test-slow lint clean
+.PHONY: help setup data sweep train uptrain uptrain-curve uptrain-pretrained eval pretrained quant recall quant-pretrained bench bench-caches serve serve-setup serve-test full analysis calculator dashboard sync test test-slow lint clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -97,7 +97,7 @@ quant: $(READY)  ## loss of the sweep's models through FP8, KIVI and KVQuant cac
 	$(call through,eval.py sweep=$(PRESET) batches=[] newest=16 exact=keys$(comma)values windows=16,$(CODED)); \
 	$(PY) analysis/quant_tables.py sweep=$(PRESET) || status=1; exit $$status
 
-STEPS ?= 40
+uptrain-pretrained: STEPS ?= 40
 uptrain-pretrained: JOBS = 1
 uptrain-pretrained: pretrained  ## SmolLM2-135M: its 3 KV heads as 9 and back again; and as 1, pooled in three ways and trained on
 	@status=0; \
@@ -151,11 +151,25 @@ serve-setup: .venv-serve/.ready  ## real vLLM in an environment of its own, .ven
 	@touch $@
 
 # GPT-2's class has no n_kv, so what is served beside its MHA is of the llama dialect
-CKPT  ?= runs/llama/kv8-s1/last.pt
-CKPT2 ?= $(if $(filter runs/llama/kv8-s1/last.pt,$(CKPT)),runs/llama/kv2-s1/last.pt)
-
+serve: CKPT  ?= runs/llama/kv8-s1/last.pt
+serve: CKPT2 ?= $(if $(filter runs/llama/kv8-s1/last.pt,$(CKPT)),runs/llama/kv2-s1/last.pt)
 serve: $(READY) .venv-serve/.ready  ## CKPT and CKPT2 on a real vLLM: capacity, latency, throughput (ARGS="memory=1GiB")
 	$(PY) serve.py ckpt=$(CKPT) $(if $(CKPT2),ckpt2=$(CKPT2)) $(ARGS)
+
+# The model by its name: kv8-s1 of runs/llama/kv8-s1/last.pt, else what its file or folder is called
+PARENT = $(patsubst %.pt,%,$(notdir $(patsubst %/last.pt,%,$(patsubst %/,%,$(CKPT)))))
+FEWER  = $(PARENT)-to-kv$(GROUPS)-$(POOL)
+POOL  ?= svd
+full: $(READY) .venv-serve/.ready  ## CKPT to GROUPS KV heads, both on a real vLLM (POOL=mean STEPS=… UPTRAIN="…" SERVE="…")
+	$(PY) uptrain.py ckpt=$(CKPT) groups=$(GROUPS) pool=$(POOL) sweep=full name=$(FEWER) $(if $(STEPS),steps=$(STEPS)) $(UPTRAIN)
+	$(PY) export.py ckpt=$(CKPT) out=exported/full/$(PARENT)
+	$(PY) export.py ckpt=runs/full/$(FEWER)/last.pt out=exported/full/$(FEWER)
+	$(PY) serve.py ckpt=exported/full/$(PARENT) ckpt2=exported/full/$(FEWER) sweep=full out=runs/full/serve.csv $(SERVE)
+	$(PY) analysis/serve_tables.py from=runs/full/serve.csv
+
+ifneq ($(filter full,$(MAKECMDGOALS)),)  # before an environment is built for nothing
+  $(if $(and $(CKPT),$(GROUPS)),,$(error make full needs CKPT=… (a Hugging Face folder or a checkpoint of the llama dialect) and GROUPS=… (its new number of KV heads)))
+endif
 
 serve-test: $(READY) .venv-serve/.ready  ## the tests that start a real vLLM (under 15 minutes on 2 cores, its set-up included)
 	$(PY) -m pytest -m vllm
@@ -164,6 +178,7 @@ analysis: $(READY)  ## tables and notebooks from the runs of PRESET
 	$(PY) analysis/notebooks.py sweep=$(PRESET)
 	$(PY) analysis/tables.py sweep=$(PRESET)
 	$(PY) analysis/quant_tables.py sweep=$(PRESET)
+	$(if $(wildcard results/serve.csv),$(PY) analysis/serve_tables.py)
 
 calculator: $(READY)  ## the budget as a page to play with: calculator.html, one file, no network needed
 	$(PY) calculator/build.py

@@ -279,6 +279,66 @@ def robot(shape, s, r):
     }
 
 
+def training_parts(shape, s):
+    """
+    Bytes on a device that trains the shape as training.py does, `batch` sequences of `context` tokens at once: all in
+    float32, the matrices in bfloat16 beside it, and what the backward pass needs of a Llama's layers (the tests count it in
+    the real model; GPT-2's keep less). Each norm keeps a token's numbers before and after in float32, and after in bfloat16;
+    attention its heads as projected, as turned, and its answer; the feed-forward four times its width; then there are the
+    logits in bfloat16, in float32, and their gradient.
+    """
+    n_embd, layers, params = shape["n_embd"], shape["n_layer"], shape["params"]
+    queries, keys = shape["n_head"] * shape["head_dim"], shape["n_kv"] * shape["head_dim"]
+    inner = ((params - shape["outside"]) / layers - attention_params(shape)) / (3 * n_embd)  # of three matrices
+    logits = (shape["outside"] - shape["unread"]) / n_embd
+    each = layers * (20 * n_embd + 6 * queries + 6 * keys + 8 * inner) + 10 * n_embd + 10 * logits
+    return {
+        "weights": 4 * params,
+        "gradients": 4 * params,
+        "AdamW": 8 * params,
+        "bfloat16": 2 * read_params(shape, 1, 1),
+        "activations": int(s["batch"] * s["context"] * each),
+    }
+
+
+def held(shape, s, n_kv, memory):
+    """What a server's cache of `memory` bytes holds of the shape with so many KV heads: tokens, sequences of `context`."""
+    other, alone = resized(shape, shape["n_layer"], n_kv, shape["head_dim"]), having(s, "draft", None)
+    return {
+        "n_kv": n_kv,
+        "params": other["params"],
+        "bytes_per_token": costs(other, alone)["bytes_per_token"],
+        "tokens_held": most(lambda n: peak_nbytes(other, alone, n) <= memory),
+        "sequences_held": memory // peak_nbytes(other, alone, s["context"]),
+    }
+
+
+def uptraining(shape, s, t):
+    """
+    Converting the shape to fewer KV heads, `groups`, and training it on: `fraction` of the `tokens` that it was trained on,
+    at `utilisation` of the compute rate and `price` an hour of one device; what it takes there; and what a server's cache
+    of `memory` bytes holds with each number of KV heads. Three times the operations of a forward pass: 6 a weight and token.
+    """
+    context, after = s["context"], resized(shape, shape["n_layer"], t["groups"], shape["head_dim"])
+    tokens = t["tokens"] * t["fraction"]
+    products = 6 * read_params(after, 1, 1)
+    attention = 12 * shape["n_layer"] * shape["n_head"] * shape["head_dim"] * pairs(context, 0, context) / context
+    seconds = (products + attention) * tokens / (s["compute"] * t["utilisation"])
+    parts = training_parts(after, s)
+    return {
+        "tokens": tokens,
+        "steps": tokens / (s["batch"] * context),
+        "operations": (products + attention) * tokens,
+        "attention": attention / (products + attention),
+        "seconds": seconds,
+        "dollars": seconds / 3600 * t["price"],
+        "parts": parts,
+        "memory": sum(parts.values()),
+        "fits": sum(parts.values()) <= s["memory"],
+        "held": [held(shape, s, n_kv, t["memory"]) for n_kv in reversed(divisors(shape["n_kv"]))],
+    }
+
+
 def rounded(x, digits):
     """A positive number with so many decimals, halves upwards, as text: the same in Python and in JavaScript."""
     text = str(int(x * 10**digits + 0.5))

@@ -7,6 +7,7 @@ The arithmetic before any training: what the KV cache of a model takes, what fit
     python budget.py shape=path/to/config.json                          a Hugging Face config, or a folder with one
     python budget.py ckpt=mha.pt memory=1GiB bandwidth=30GB/s           a checkpoint of train.py or uptrain.py
     python budget.py budget=robot shape=openvla-7b robot.history=3      does a robot policy meet its control rate?
+    python budget.py budget=train shape=tinyllama-1.1b train.groups=2   what converting it to fewer KV heads takes
 
 Prints bytes a token and for the context; MHA, GQA and MQA side by side; the tokens and conversations that fit beside the
 weights; whether weights or cache weigh more, and from where on; the decode floor; precisions with scales, zero points and
@@ -18,7 +19,7 @@ import json
 import re
 from dataclasses import asdict, dataclass
 
-from arithmetic import BITS, budget, divisors, heads, readable, readable_seconds, resized, robot, shards
+from arithmetic import BITS, budget, divisors, heads, readable, readable_seconds, resized, robot, shards, uptraining
 from cli import InputError, nearest, script
 from kv_cache.accounting import heads_per_device
 from shapes import Shape, checkpoint_shape, find_shape
@@ -51,6 +52,22 @@ class Robot:
 
 
 @dataclass(frozen=True)
+class Train:
+    groups: int
+    tokens: float
+    fraction: float
+    utilisation: float
+    price: float
+    memory: str | int | float
+
+    def __post_init__(self):
+        check_whole("train.groups", self.groups, most=2**16)
+        for key, least, most in (("tokens", 1, 1e18), ("fraction", 0, 100), ("utilisation", 1e-3, 1), ("price", 0, 1e6)):
+            if not least <= getattr(self, key) <= most:
+                raise ValueError(f"train.{key}={getattr(self, key):g} is not allowed: {least:g} to {most:g}")
+
+
+@dataclass(frozen=True)
 class Chosen:
     name: str | None
 
@@ -77,12 +94,13 @@ class Settings:
     draft: str | None
     budget: str
     robot: Robot
+    train: Train
     format: str
 
     def __post_init__(self):
         for key in ("n_layer", "n_kv", "head_dim", "context", "batch", "group", "residual", "tp"):
             check_whole(key, getattr(self, key), least=0 if key == "residual" else 1)
-        allowed = {"kv_dtype": BITS, "weight_dtype": ("fp32", "fp16", "bf16", "fp8"), "budget": ("chat", "robot"),
+        allowed = {"kv_dtype": BITS, "weight_dtype": ("fp32", "fp16", "bf16", "fp8"), "budget": ("chat", "robot", "train"),
                    "format": ("table", "json")}  # fmt: skip
         for key, values in allowed.items():
             if getattr(self, key) not in values:
@@ -98,9 +116,9 @@ def quantity(key, value):
         what = f"unknown unit {match[2]}{nearest(match[2], units)}" if match[2] else "the unit is missing"
         raise InputError(f"{key}={value}: {what} (units: {', '.join(units)})")
     number = float(match[1]) * units[match[2]] if match else 0.0
-    if not (1 if key == "memory" else 1e-3) <= number < 1e24:  # there is no half a byte
+    if not (1 if key.endswith("memory") else 1e-3) <= number < 1e24:  # there is no half a byte
         raise InputError(f"{key}={value} is not allowed: a sensible number and its unit, such as {key}=24{list(units)[-1]}")
-    return int(number) if key == "memory" else number
+    return int(number) if key.endswith("memory") else number
 
 
 def setting(cfg):
@@ -262,19 +280,68 @@ def print_robot(shape, s, r, b):
         print(f"  note: {some(b['context'], 'token')} are more than the {shape['context']:,} that {shape['name']} was made for")
 
 
+def print_train(shape, s, t, b):
+    held = f"{some(shape['n_kv'], 'KV head')} of {shape['head_dim']}"
+    print(
+        f"{shape['name']}: {some(shape['n_layer'], 'layer')}, {some(shape['n_head'], 'query head')}, {held}, {shape['params']:,} weights"
+    )
+    hours, sequences = b["seconds"] / 3600, f"{some(s['batch'], 'sequence')} of {some(s['context'], 'token')}"
+    rows = [
+        ("tokens", f"{b['tokens']:,.0f}", f"{t['fraction']:.3g} of the {t['tokens']:,.0f} it was trained on"),
+        ("steps", f"{b['steps']:,.0f}", f"of {sequences}"),
+        ("operations", f"{b['operations']:.2e}", f"6 a weight and token; attention is {b['attention']:.0%} of them"),
+        ("hours of one device", f"{hours:,.0f}", f"at {t['utilisation']:.0%} of {s['compute'] / 1e12:,g} TFLOP/s; {hours / 24:,.0f} days"),
+        ("dollars", f"{b['dollars']:,.0f}", f"at {t['price']:.2f} an hour"),
+    ]  # fmt: skip
+    columns(f"Uptraining it to {some(t['groups'], 'KV head')}", rows, "<><")
+
+    what = {"weights": "float32", "gradients": "float32", "AdamW": "two moments, float32", "bfloat16": "the weights in 16 bits"}
+    rows = [(name, readable(n), what.get(name, sequences)) for name, n in b["parts"].items()]
+    fits = "fits" if b["fits"] else "does not fit: a smaller batch= needs less"
+    columns("Memory of the device", [*rows, ("all", readable(b["memory"]), f"of {readable(s['memory'])}: {fits}")], "<><")
+
+    first = b["held"][0]["bytes_per_token"]
+    rows = [
+        ("", "KV heads", "weights", "a token more", "tokens held", f"sequences of {s['context']:,}", "cache of the parent's")
+    ]
+    for row in b["held"]:
+        star = " *" if row["n_kv"] == t["groups"] else ""
+        rows.append((
+            heads(row["n_kv"], shape["n_head"]) + star, str(row["n_kv"]), f"{row['params']:,}", readable(row["bytes_per_token"]),
+            f"{row['tokens_held']:,}", f"{row['sequences_held']:,}", f"{row['bytes_per_token'] / first:.3g}",
+        ))  # fmt: skip
+    columns(f"A server's KV cache of {readable(t['memory'])}, {s['kv_dtype']} (* as asked for)", rows, "<>>>>>>")
+
+
+def training(cfg, shape):
+    """The settings of budget=train as a dict. InputError for what uptrain.py does not convert."""
+    t = asdict(cfg.train) | {"memory": quantity("train.memory", cfg.train.memory)}
+    if shape["latent"] or shape["n_experts"]:
+        raise InputError(f"budget=train: {shape['name']} has a latent cache or experts, which uptrain.py does not convert")
+    if shape["n_kv"] % t["groups"]:
+        fine = divisors(shape["n_kv"])
+        raise InputError(f"train.groups={t['groups']} cannot be made of {shape['n_kv']} KV heads: it can be {fine}")
+    return t
+
+
 @script("budget", Settings)
 def main(cfg):
     shape, s = setting(cfg)
-    numbers = budget(shape, s)
-    r = asdict(cfg.robot) | {"rate": quantity("robot.rate", cfg.robot.rate)} if cfg.budget == "robot" else None
-    if r:
-        numbers["robot"] = robot(shape, s, r)
+    numbers, views = budget(shape, s), {}
+    if cfg.budget == "robot":
+        views["robot"] = asdict(cfg.robot) | {"rate": quantity("robot.rate", cfg.robot.rate)}
+        numbers["robot"] = robot(shape, s, views["robot"])
+    if cfg.budget == "train":
+        views["train"] = training(cfg, shape)
+        numbers["train"] = uptraining(shape, s, views["train"])
     if cfg.format == "json":
-        print(json.dumps({"shape": shape, "setting": s | ({"robot": r} if r else {}), **numbers}, indent=2))
-        return
-    print_budget(shape, s, numbers)
-    if r:
-        print_robot(shape, s, r, numbers["robot"])
+        print(json.dumps({"shape": shape, "setting": s | views, **numbers}, indent=2))
+    elif cfg.budget == "train":  # its memory is that of a device that trains
+        print_train(shape, s, views["train"], numbers["train"])
+    else:
+        print_budget(shape, s, numbers)
+        if cfg.budget == "robot":
+            print_robot(shape, s, views["robot"], numbers["robot"])
 
 
 if __name__ == "__main__":

@@ -239,6 +239,8 @@ def evaluate_checkpoint(path, cfg, device):
     checkpoint = load_checkpoint(path, device)
     was = checkpoint["config"]
     tokenizer = tokenizer_from(checkpoint["tokenizer"])
+    if checkpoint["tokenizer"]["kind"] == "recall":
+        raise InputError(f"{path} is a model of data=recall, which has no text: retrieval.py measures it")
     model = load_model(checkpoint, device).eval()
     c = model.config
     window = cfg.window or c.block_size

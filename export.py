@@ -47,7 +47,7 @@ def main(cfg):
         raise InputError(f"out={out} is the checkpoint itself: give another folder")
     checkpoint = load_checkpoint(path)
     model = load_model(checkpoint)
-    textless = checkpoint["tokenizer"]["kind"] in ("none", "recall")
+    textless = checkpoint["tokenizer"]["kind"] == "none"
     tokenizer = None if textless else tokenizer_from(checkpoint["tokenizer"])
     was = checkpoint["config"]
     notes = {

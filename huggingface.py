@@ -303,7 +303,7 @@ def checkpoint_from(folder):
         tokenizer = read_tokenizer(folder, config, ours)
         state = read_weights(folder, c)
         changes = {}
-        if tokenizer["kind"] not in ("none", "recall"):
+        if tokenizer["kind"] != "none":
             size = tokenizer_from(tokenizer).vocab_size
             if size > c.vocab_size:
                 raise InputError(f"its tokenizer knows {size:,} tokens, its config.json {c.vocab_size:,}")
@@ -345,7 +345,7 @@ def from_huggingface(folder):
     checkpoint = checkpoint_from(folder)
     model = GPT(GPTConfig(**checkpoint["model_config"]))
     model.load_state_dict(checkpoint["model"])
-    return model, None if checkpoint["tokenizer"]["kind"] in ("none", "recall") else tokenizer_from(checkpoint["tokenizer"])
+    return model, None if checkpoint["tokenizer"]["kind"] == "none" else tokenizer_from(checkpoint["tokenizer"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -410,19 +410,15 @@ def refuse_folder(folder):
         raise InputError(f"out={folder} holds {more[0]}, which would be lost: move it, or give another out=")
 
 
-def to_huggingface(model, tokenizer, folder, dtype=torch.float32, notes=None):
+def contents(model, tokenizer, dtype=torch.float32, notes=None):
     """
-    Write a model, and its tokenizer unless that is None, as a Hugging Face folder: whole or not at all. `notes` go into
-    nanogqa.json. A folder that was written here before is replaced; InputError for any other, and for what the stock
-    classes cannot express. Returns the names of the files.
+    What an exported folder holds, before any of it is written: the dicts of its JSON files, the text of tokenizer.json or
+    None, the tensors. InputError for what the stock classes cannot express.
     """
-    folder, c = Path(os.path.abspath(folder)), model.config
-    refuse_folder(folder)
-    name = str(dtype).removeprefix("torch.")
+    c, name = model.config, str(dtype).removeprefix("torch.")
     files = {"config.json": config_to(c, name, getattr(tokenizer, "bos", None), getattr(tokenizer, "eos", None))}
     files[OURS] = {"bias": c.bias, **(notes or {})}
     if tokenizer is not None:
-        vocabulary = tokenizer.json()
         said = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         said["model_max_length"] = c.block_size
         if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -432,14 +428,26 @@ def to_huggingface(model, tokenizer, folder, dtype=torch.float32, notes=None):
             for key, i in (("bos_token", tokenizer.bos), ("eos_token", tokenizer.eos)):
                 said |= {} if i is None else {key: tokenizer.decode([i])}
         files["tokenizer_config.json"] = said
+    return files, None if tokenizer is None else tokenizer.json(), weights_to(model, dtype)
+
+
+def to_huggingface(model, tokenizer, folder, dtype=torch.float32, notes=None):
+    """
+    Write a model, and its tokenizer unless that is None, as a Hugging Face folder: whole or not at all. `notes` go into
+    nanogqa.json. A folder that was written here before is replaced; InputError for any other, and for what the stock
+    classes cannot express. Returns the names of the files.
+    """
+    folder = Path(os.path.abspath(folder))
+    refuse_folder(folder)
+    files, vocabulary, tensors = contents(model, tokenizer, dtype, notes)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
         for file, value in files.items():
             (temporary / file).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        if tokenizer is not None:
+        if vocabulary is not None:
             (temporary / "tokenizer.json").write_text(vocabulary, encoding="utf-8")
-        save_file(weights_to(model, dtype), temporary / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         for path in temporary.iterdir():
             with open(path, "rb") as f:
                 os.fsync(f.fileno())

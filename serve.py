@@ -11,9 +11,10 @@ The servers listen on loopback only, at free ports; the load comes from vLLM's o
 leaves this machine. For each kv_cache_dtype: the capacity that the server reports beside the one predicted (whole blocks of
 tokens in `memory` bytes); the loss of validation text by the server's prompt logprobs beside our own; time to the first
 token and between tokens (median, p95, p99) and tokens/s over concurrency and prompt length; tokens/s when more requests come
-at once than the cache holds. Servers are stopped at the end, also after Ctrl-C, a signal, an error or a hang.
-Prints each row as it is measured and a table at the end; rows go to runs/<sweep>/<name>/ at once, so the same command
-continues where it was interrupted, and to results/serve.csv.
+at once than the cache holds. A model of data=recall looks its keys up in place of the loss: how many it finds when served,
+how many ours finds, and how often the answer is the same. Servers are stopped at the end, also after Ctrl-C, a signal, an
+error or a hang. Prints each row as it is measured and a table at the end; rows go to runs/<sweep>/<name>/ at once, so the
+same command continues where it was interrupted, and to results/serve.csv.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ import serving
 from arithmetic import heads, readable
 from budget import columns, quantity
 from cli import InputError, script
-from served import check_readable, describe, export, our_loss, windows_of_text
+from served import check_readable, describe, export, our_answers, our_loss, recall_examples, windows_of_text
 from storage import open_run
 from tracking import Run, WandbConfig, commit, provenance, read_line, write_atomically
 from training import set_up_device
@@ -106,7 +107,7 @@ def checked(cfg, models, device):
     for model in models:
         if why := serving.why_not_served(model["shape"], device):
             raise InputError(f"{model['name']}: {why}")
-        if cfg.windows:
+        if cfg.windows and not model["recall"]:
             check_readable(model)
     no_fp8 = next(filter(None, (serving.why_no_fp8(model["shape"], device) for model in models)), None)
     kv_dtypes = cfg.kv_cache_dtype or (["auto"] if no_fp8 else ["auto", "fp8"])
@@ -124,6 +125,8 @@ def checked(cfg, models, device):
         )
     if cfg.windows and cfg.window and cfg.window + 2 > context:
         raise InputError(f"window={cfg.window} is too long for a context of {context} tokens: {context - 2} or fewer")
+    if cfg.windows and any(model["recall"] for model in models):
+        recall_examples(cfg.windows, context)
     for model in models:
         blocks = serving.predicted_blocks(model["shape"], memory, serving.BLOCK[device], getattr(torch, dtype).itemsize)
         if blocks * serving.BLOCK[device] < context:
@@ -132,25 +135,36 @@ def checked(cfg, models, device):
     return kv_dtypes, dtype, memory, context, no_fp8
 
 
-def cases(cfg, kv_dtypes, names):
+def cases(cfg, kv_dtypes, models):
     """What is measured, in this order: each load with all models in turns, each round in the other order."""
+    about = {model["name"]: "recall" if model["recall"] else "loss" for model in models}
     for kv in kv_dtypes:
         loads = [("loss", 0, 0)] if cfg.windows else []
         loads += [("load", prompt, n) for prompt in cfg.prompt_tokens for n in cfg.concurrency]
         loads += [("flood", max(cfg.prompt_tokens), 0)] if cfg.flood else []
         for kind, prompt, n in loads or [("capacity", 0, 0)]:
             for i in range(cfg.rounds if kind in ("load", "flood") else 1):
-                for name in names if i % 2 == 0 else reversed(names):
-                    yield dict(zip(CASE, (kv, kind, prompt, n, i, name), strict=True))
+                for name in about if i % 2 == 0 else reversed(about):
+                    what = about[name] if kind == "loss" else kind
+                    yield dict(zip(CASE, (kv, what, prompt, n, i, name), strict=True))
 
 
-def measure(case, cfg, model, server, load, windows):
-    """The numbers of one case."""
+def measure(case, cfg, model, server, load, asked):
+    """The numbers of one case; `asked` are windows of text, or the examples of recall."""
     if case["kind"] == "capacity":
         return {}
     if case["kind"] == "loss":
-        served, ours = serving.prompt_loss(server, model["name"], windows), our_loss(model, windows)
-        return {"loss_served": served, "loss_ours": ours, "tokens": sum(len(window) - 1 for window in windows)}
+        served, ours = serving.prompt_loss(server, model["name"], asked), our_loss(model, asked)
+        return {"loss_served": served, "loss_ours": ours, "tokens": sum(len(window) - 1 for window in asked)}
+    if case["kind"] == "recall":
+        tokens, answers = asked
+        served, ours = serving.greedy_answers(server, model["name"], tokens.tolist()), our_answers(model, tokens)
+
+        def share(these, those):
+            return sum(a == b for a, b in zip(these, those, strict=True)) / len(answers)
+
+        found = {"found_served": share(served, answers), "found_ours": share(ours, answers), "same": share(served, ours)}
+        return found | {"examples": len(answers), "tokens": tokens.numel()}
     n = case["concurrency"]
     requests = n * cfg.requests if n else cfg.flood
     result = load.ask(
@@ -182,6 +196,13 @@ def say(row):
             f"{where} loss {row['loss_served']:.5f} served, {row['loss_ours']:.5f} ours, {row['tokens']:,} tokens", flush=True
         )
         return
+    if row["kind"] == "recall":
+        print(
+            f"{where} finds {row['found_served']:.1%} of {row['examples']} keys served, {row['found_ours']:.1%} as ours, "
+            f"{row['same']:.1%} of the answers are the same",
+            flush=True,
+        )
+        return
     load = f"{row['prompt_tokens']} tokens, " + (f"{row['concurrency']} at once" if row["concurrency"] else "all at once")
     print(
         f"{where} {load:<24} {row['tokens_per_s']:8,.0f} tokens/s, first token {row['ttft_ms_p50']:.0f} ms, "
@@ -201,7 +222,7 @@ def write_rows(path, rows):
         before = pd.read_csv(path)
         table = pd.concat([before[before.run != rows[0]["run"]], table], ignore_index=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, table.to_csv(index=False, float_format="%.6g").encode())
+    write_atomically(path, table.to_csv(index=False, float_format="%.9g").encode())
 
 
 def pick(rows, **values):
@@ -212,57 +233,63 @@ def middle(rows, name):
     return statistics.median(row[name] for row in rows)
 
 
-def report(rows):
-    """The tables on the terminal: capacity and loss, then every load, each model beside the first."""
-    kv_dtypes, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("kv_cache_dtype", "model"))
-    first = {name: pick(rows, model=name)[0] for name in names}
-    what = {name: f"{name}, {heads(first[name]['n_kv'], first[name]['n_head'])}" for name in names}
-    table = [
-        (
-            "KV cache",
-            "model",
-            "blocks",
-            "tokens held",
-            "predicted",
-            "of the first",
-            "n_kv would give",
-            "loss",
-            "ours",
-            "difference",
-        )
-    ]
-    base = first[names[0]]
-    for kv in kv_dtypes:
-        for name in names:
-            row = pick(rows, kv_cache_dtype=kv, model=name)[0]
-            width = base["bytes_per_token"] / row["bytes_per_token"]
-            ratio = row["capacity_tokens"] / base["capacity_tokens"]
-            cells = [kv, what[name], f"{row['blocks']:,} x {row['block_size']}", f"{row['capacity_tokens']:,}"]
-            cells += [f"{row['predicted_tokens']:,}", f"{ratio:.3f}x", f"{width:.3f}x"]
-            loss = pick(rows, kv_cache_dtype=kv, model=name, kind="loss")
-            if loss:
-                served, ours = loss[0]["loss_served"], loss[0]["loss_ours"]
-                cells += [f"{served:.5f}", f"{ours:.5f}", f"{served - ours:+.6f}"]
-            table.append((*cells, *[""] * (len(table[0]) - len(cells))))
-    columns(
-        f"KV cache of {readable(base['memory_bytes'])}, in whole blocks: what is left below one is unused", table, "<<>>>>>>>>"
-    )
+def title(row):
+    return f"{row['model']}, {heads(row['n_kv'], row['n_head'])}"
 
-    table = [("KV cache", "prompt", "at once", "model", "tokens/s", "of the first", "first token, ms: p50", "p95", "p99",
-              "next ones: p50", "p95", "p99", "cache holds")]  # fmt: skip
-    for kv in kv_dtypes:
-        loads = dict.fromkeys((r["kind"], r["prompt_tokens"], r["concurrency"]) for r in rows if "tokens_per_s" in r)
-        for kind, prompt, n in loads:
-            for name in names:
-                load = {"kv_cache_dtype": kv, "kind": kind, "prompt_tokens": prompt, "concurrency": n}
-                some, beside = pick(rows, model=name, **load), pick(rows, model=names[0], **load)
-                if some and beside:
-                    speed = middle(some, "tokens_per_s")
-                    cells = [kv, str(prompt), str(n or f"all {some[0]['requests']}"), what[name], f"{speed:,.0f}"]
-                    cells += [f"{speed / middle(beside, 'tokens_per_s'):.2f}x", *(f"{middle(some, x):,.1f}" for x in LATENCIES)]
-                    table.append((*cells, f"{some[0]['sequences_fit']:,}"))
-    if len(table) > 1:
-        columns("Load, medians over the rounds; how many of its sequences the cache holds at once", table, "<>><>>>>>>>>>")
+
+def capacity_lines(rows):
+    """Rows of text: what each server's cache holds beside what was predicted, and the loss; each model beside the first."""
+    lines = [("KV cache", "model", "blocks", "tokens held", "predicted", "of the first", "n_kv would give", "loss", "ours",
+              "difference")]  # fmt: skip
+    for kv, name in dict.fromkeys((row["kv_cache_dtype"], row["model"]) for row in rows):
+        row, base = pick(rows, kv_cache_dtype=kv, model=name)[0], rows[0]
+        ratio, width = row["capacity_tokens"] / base["capacity_tokens"], base["bytes_per_token"] / row["bytes_per_token"]
+        cells = [kv, title(row), f"{row['blocks']:,} x {row['block_size']}", f"{row['capacity_tokens']:,}"]
+        cells += [f"{row['predicted_tokens']:,}", f"{ratio:.3f}x", f"{width:.3f}x"]
+        loss = pick(rows, kv_cache_dtype=kv, model=name, kind="loss")
+        if loss:
+            served, ours = loss[0]["loss_served"], loss[0]["loss_ours"]
+            cells += [f"{served:.5f}", f"{ours:.5f}", f"{served - ours:+.6f}"]
+        lines.append((*cells, *[""] * (len(lines[0]) - len(cells))))
+    return lines if any(line[-1] for line in lines[1:]) else [line[:-3] for line in lines]
+
+
+def recall_lines(rows):
+    """Rows of text: how many keys each model finds, served and not."""
+    lines = [("KV cache", "model", "tokens held", "found, served", "found, our own", "the same answer")]
+    for row in pick(rows, kind="recall"):
+        shares = (f"{row[key]:.1%}" for key in ("found_served", "found_ours", "same"))
+        lines.append((row["kv_cache_dtype"], title(row), f"{row['capacity_tokens']:,}", *shares))
+    return lines
+
+
+def load_lines(rows):
+    """Rows of text: every load, each model beside the first, medians over the rounds."""
+    lines = [("KV cache", "prompt", "at once", "model", "tokens/s", "of the first", "first token, ms: p50, p95, p99",
+              "next ones, ms: p50, p95, p99", "cache holds")]  # fmt: skip
+    loads = [row for row in rows if row["kind"] in ("load", "flood")]
+    for kv, kind, prompt, n in dict.fromkeys(tuple(r[key] for key in CASE[:4]) for r in loads):
+        load = dict(zip(CASE, (kv, kind, prompt, n), strict=False))
+        beside = pick(loads, model=rows[0]["model"], **load)
+        for name in dict.fromkeys(row["model"] for row in rows):
+            some = pick(loads, model=name, **load)
+            if some and beside:
+                speed = middle(some, "tokens_per_s")
+                cells = [kv, str(prompt), str(n or f"all {some[0]['requests']:.0f}"), title(some[0]), f"{speed:,.0f}"]
+                cells.append(f"{speed / middle(beside, 'tokens_per_s'):.2f}x")
+                cells += [", ".join(f"{middle(some, x):,.1f}" for x in LATENCIES if x.startswith(w)) for w in ("ttft", "itl")]
+                lines.append((*cells, f"{some[0]['sequences_fit']:,.0f}"))
+    return lines
+
+
+def report(rows):
+    """The tables on the terminal."""
+    held = f"KV cache of {readable(rows[0]['memory_bytes'])}, in whole blocks: what is left below one is unused"
+    load = "Load, medians over the rounds; how many of its sequences the cache holds at once"
+    found = "Recall: the key's value, greedily"
+    for name, lines in ((held, capacity_lines(rows)), (found, recall_lines(rows)), (load, load_lines(rows))):
+        if len(lines) > 1:
+            columns(name, lines, "".join("<" if cell in ("KV cache", "model") else ">" for cell in lines[0]))
 
 
 def measured_before(folder):
@@ -293,7 +320,7 @@ def main(cfg):
     }  # fmt: skip
     folder, state = open_run(config)
     rows = [] if cfg.again else measured_before(folder)
-    todo = list(cases(cfg, kv_dtypes, names))
+    todo = list(cases(cfg, kv_dtypes, models))
     done = {tuple(row[key] for key in CASE) for row in rows}
     left = [case for case in todo if tuple(case.values()) not in done]
     if state == "finished" and not cfg.again:
@@ -326,7 +353,7 @@ def measure_all(some, kv, cfg, models, folder, run, rows, how):
     env, made_by, start = serving.environment(cfg.threads), provenance(), time.monotonic()
     with contextlib.ExitStack() as stack:
         load = stack.enter_context(serving.Load(folder / "load.log", env))
-        servers, about, windows = {}, {}, {}
+        servers, about, asked = {}, {}, {}
         for model in [m for m in models if any(case["model"] == m["name"] for case in some)]:
             port = serving.free_port()
             command = serving.server_command(
@@ -351,23 +378,24 @@ def measure_all(some, kv, cfg, models, folder, run, rows, how):
             }  # fmt: skip
             held = f"{blocks:,} blocks of {size} tokens, {blocks * size:,} ({predicted * size:,} predicted)"
             print(f"{kv:<5} {name:<12} serves after {time.monotonic() - start:.0f} s: {held}", flush=True)
-            if cfg.windows:
-                windows[name] = windows_of_text(model, cfg.source, cfg.windows, cfg.window, context)
+            if cfg.windows and model["recall"]:
+                asked[name] = recall_examples(cfg.windows, context)
+            elif cfg.windows:
+                asked[name] = windows_of_text(model, cfg.source, cfg.windows, cfg.window, context)
         about_vllm = load.read(cfg.start_s)["how"]
         for case in some:
             model = next(m for m in models if m["name"] == case["model"])
-            numbers = measure(case, cfg, model, servers[model["name"]], load, windows.get(model["name"]))
+            numbers = measure(case, cfg, model, servers[model["name"]], load, asked.get(model["name"]))
             row = {**case, **about[model["name"]], "vllm": about_vllm, **numbers}
             if case["kind"] in ("load", "flood"):
                 length = case["prompt_tokens"] + cfg.output_tokens
                 row["sequences_fit"] = serving.sequences_at_once(row["blocks"], row["block_size"], length)
             say(row)
-            if (
-                case["kind"] == "loss"
-                and (kv, dtype) == ("auto", "float32")
-                and not abs(row["loss_served"] - row["loss_ours"]) < EQUAL
-            ):
-                print(f"note: the served model is not the model: its loss differs by more than {EQUAL:g}", flush=True)
+            if (kv, dtype) == ("auto", "float32"):
+                if case["kind"] == "loss" and not abs(row["loss_served"] - row["loss_ours"]) < EQUAL:
+                    print(f"note: the served model is not the model: its loss differs by more than {EQUAL:g}", flush=True)
+                if case["kind"] == "recall" and row["same"] < 1:
+                    print("note: not all answers are the model's own: where two tokens are as likely, that may be", flush=True)
             run.log(row, step=len(rows))
             rows.append(row)
 

@@ -242,6 +242,16 @@ def prompt_loss(server, name, windows, batch=8):
     return total / n
 
 
+def greedy_answers(server, name, prompts, batch=8):
+    """The token that the server puts after each prompt, a list of ids."""
+    answers = []
+    for i in range(0, len(prompts), batch):
+        body = {"model": name, "prompt": prompts[i : i + batch], "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+        choices = json.loads(server.request("/v1/completions", body))["choices"]
+        answers += [choice["token_ids"][0] for choice in sorted(choices, key=lambda c: c["index"])]
+    return answers
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the load generator
 

@@ -1,6 +1,6 @@
 """
-Text to token ids and back: one character a token, GPT-2's byte pairs, or what a checkpoint brings along: SmolLM's byte
-pairs, or any tokenizer.json of Hugging Face.
+Text to token ids and back: one character a token, GPT-2's byte pairs, the keys and values of associative recall, or what a
+checkpoint brings along: SmolLM's byte pairs, or any tokenizer.json of Hugging Face.
 
     tokenizer = CharTokenizer.from_text(text)
     ids = tokenizer.encode("ROMEO:")           # list of int, one a token
@@ -40,16 +40,16 @@ def tokenizer_from(state):
         return CharTokenizer(state["chars"])
     if kind == "gpt2":
         return BPETokenizer()
+    if kind == "recall" and all(type(state.get(key)) is int for key in ("keys", "values")):
+        return RecallTokenizer(state["keys"], state["values"])
     if kind == "smollm" and isinstance(state.get("tokens"), str) and type(state.get("n_special")) is int:
         return SmolLMTokenizer(state["tokens"].split(" "), state["n_special"])
     if kind == "huggingface" and all(isinstance(state.get(key), str) for key in ("json", "config")):
         return HuggingFaceTokenizer(state["json"], state["config"], state.get("bos"), state.get("eos"))
     if kind == "none":
         raise InputError("this checkpoint came without a tokenizer.json: put it into its folder, only then is there text")
-    if kind == "recall":
-        raise InputError("a checkpoint of data=recall knows keys and values, not text: retrieval.py measures it")
     raise InputError(
-        f"tokenizer kind {kind!r} is not known; allowed: 'char', 'smollm' or 'huggingface' with what they consist of, 'gpt2'"
+        f"tokenizer kind {kind!r} is not known; allowed: 'char', 'recall', 'smollm' or 'huggingface' with what they consist of, 'gpt2'"
     )
 
 
@@ -100,6 +100,39 @@ class CharTokenizer:
         made = Tokenizer(models.WordLevel(self._id, unk_token=""))
         made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         made.decoder = decoders.Fuse()
+        return made.to_str()
+
+
+class RecallTokenizer:
+    """What data/recall/task.py calls its tokens: k0, k1, …, then v0, v1, …, as words with a space between them."""
+
+    bos = eos = None  # a sequence ends with its query
+
+    def __init__(self, keys, values):
+        self.keys, self.values, self.vocab_size = keys, values, keys + values
+        self.words = [f"k{i}" for i in range(keys)] + [f"v{i}" for i in range(values)]
+        self._id = {word: i for i, word in enumerate(self.words)}
+
+    def encode(self, text):
+        """List of ids, one a word. InputError names the first word that is neither a key nor a value."""
+        unknown = next((word for word in text.split() if word not in self._id), None)
+        if unknown is not None:
+            raise InputError(f"{unknown!r} is no token: k0 to k{self.keys - 1} and v0 to v{self.values - 1} are")
+        return [self._id[word] for word in text.split()]
+
+    def decode(self, ids):
+        """The words of these ids. InputError for an id outside 0 .. vocab_size - 1."""
+        return " ".join(self.words[i] for i in _checked_ids(ids, self.vocab_size))
+
+    def state(self):
+        return {"kind": "recall", "keys": self.keys, "values": self.values}
+
+    def json(self):
+        """tokenizer.json; unknown words are an error there too."""
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        made = Tokenizer(models.WordLevel(self._id, unk_token=""))
+        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         return made.to_str()
 
 

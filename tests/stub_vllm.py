@@ -65,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
         choices = []
         for i, tokens in enumerate(body["prompt"]):
             known = [None] + [{str(t): {"logprob": -0.5}} for t in tokens[1:]]
-            choices.append({"index": i, "prompt_logprobs": known})
+            choices.append({"index": i, "prompt_logprobs": known, "token_ids": [64]})
         self.answer(json.dumps({"choices": choices[::-1]}))
 
     def log_message(self, *args):

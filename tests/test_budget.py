@@ -14,6 +14,7 @@ from conftest import ROOT
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import SHAPES
+from torch.utils.flop_counter import FlopCounterMode
 
 import arithmetic
 from arithmetic import BITS, cache_nbytes, cache_parts, costs, device_params, prefill_seconds, read_params, robot
@@ -411,6 +412,63 @@ def test_the_history_that_fits_never_takes_more_than_is_free():
         longest = robot(shape, tight, r)["history_fits"]
         assert [robot(shape, tight, r | {"history": longest + more})["fits"] for more in (0, 1)] == [True, False]
         assert 4 + 32 * longest <= costs(shape, tight)["tokens_fit"] < 4 + 32 * (longest + 1), room
+
+
+TRAIN = {"groups": 2, "tokens": 1e9, "fraction": 0.05, "utilisation": 0.5, "price": 3.0, "memory": GIB}
+
+
+def trained_shape(**more):
+    """A Llama of the repository, the first of whose axes is as wide as `more` says, and its shape."""
+    model = GPT(GPTConfig(dialect="llama", n_embd=256, n_layer=2, vocab_size=512, block_size=128, bias=False, **more))
+    outside = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("h."))
+    unread = 0 if model.config.tie_weights else model.wte.weight.numel()
+    values = {"name": "small", "n_layer": 2, "n_head": 8, "n_kv": model.config.n_kv, "head_dim": 32, "n_embd": 256}
+    return model, asdict(Shape(**values, context=128, params=model.n_params(), outside=outside, unread=unread))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("n_kv", SHAPES)
+def test_a_training_step_multiplies_and_keeps_what_is_counted(n_kv, tied):
+    model, shape = trained_shape(n_kv=n_kv, tie_weights=tied)
+    idx, kept = torch.randint(512, (2, 128)), {}
+    own = {x.untyped_storage().data_ptr() for x in [*model.parameters(), *model.buffers()]}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()  # held, so that no other takes its place
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", dtype=torch.bfloat16):
+        model(idx, idx)
+    nbytes = sum(x.nbytes() for at, x in kept.items() if at not in own)
+    parts = arithmetic.training_parts(shape, setting(context=128, batch=2))
+    passing = 2 * 128 * 4 * 512  # float32 logits and their gradient: never saved both, but both there
+    assert abs(parts["bfloat16"] + parts["activations"] - passing - nbytes) < 0.01 * nbytes
+    assert parts["weights"] == parts["gradients"] == parts["AdamW"] // 2 == 4 * model.n_params()
+
+    with FlopCounterMode(display=False) as flops:
+        model(idx, idx)[1].backward()
+    products = sum(n for op, n in flops.get_flop_counts()["Global"].items() if "mm" in str(op))
+    counted = arithmetic.uptraining(shape, setting(context=128, batch=2), TRAIN | {"groups": n_kv, "fraction": 256 / 1e9})
+    assert counted["tokens"] == 256
+    assert abs(counted["operations"] * (1 - counted["attention"]) - products) < 0.002 * products  # norms multiply too, a little
+
+
+def test_the_conversion_of_a_billion_parameters_by_hand(numbers):
+    args = "budget=train shape=tinyllama-1.1b train.groups=2 batch=8 memory=80GiB compute=312TFLOP/s train.memory=16GiB"
+    found = numbers(*args.split())["train"]
+    weights = 1_100_048_384 - 65_536_000 - 22 * 2 * 2048 * 2 * 64  # the table is looked up, two key and value heads are gone
+    attention = 22 * 3 * 2 * 2 * 2048 * (2048 + 1) / 2  # three passes of two products, each over half of all pairs
+    assert found["tokens"] == 150e9
+    assert found["operations"] == pytest.approx(150e9 * (6 * weights + attention))
+    assert found["seconds"] == pytest.approx(found["operations"] / (0.4 * 312e12))
+    assert found["dollars"] == pytest.approx(found["seconds"] / 3600 * 2)
+    assert found["steps"] == pytest.approx(150e9 / (8 * 2048))
+    assert [row["n_kv"] for row in found["held"]] == [4, 2, 1]
+    for row in found["held"]:
+        each = 2 * 22 * row["n_kv"] * 64 * 2
+        assert row["bytes_per_token"] == each and row["tokens_held"] == 16 * GIB // each
+        assert row["sequences_held"] == 16 * GIB // (2048 * each)
+    assert found["fits"] and found["memory"] == sum(found["parts"].values()) < 80 * GIB
 
 
 @pytest.mark.parametrize("args", [[], ["--help"]])

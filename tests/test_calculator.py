@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from py_mini_racer import MiniRacer
 
-from arithmetic import BITS, budget, divisors, readable, readable_seconds, resized, robot, rounded, shards
+from arithmetic import BITS, budget, divisors, readable, readable_seconds, resized, robot, rounded, shards, uptraining
 from calculator.build import arithmetic, page
 from shapes import find_shape, presets
 
@@ -91,6 +91,14 @@ def test_the_robot_view_too(javascript, case, steps, rate):
     shape, s = case
     r = {"cameras": 2, "image_tokens": 256, "prompt_tokens": 32, "action_tokens": steps, "history": steps, "rate": rate}
     assert equal(robot(shape, s, r), javascript("robot", shape, s, r))
+
+
+@settings(max_examples=30)
+@given(case=cases(), fraction=st.floats(0, 1))
+def test_the_training_view_too(javascript, case, fraction):
+    shape, s = case
+    t = {"groups": 1, "tokens": 1e9, "fraction": fraction, "utilisation": 0.4, "price": 2.0, "memory": 2**34}
+    assert equal(uptraining(shape, s, t), javascript("uptraining", shape, s, t))
 
 
 @settings(max_examples=300)

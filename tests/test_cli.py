@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import runpy
+import subprocess
 
 import cloudpickle
 import pytest
@@ -273,6 +274,10 @@ def test_eval_refuses_in_one_line_and_makes_no_folder(call, mha, cwd, args, word
         ("shape=deepseek-v3 kv_dtype=int4", "kv_dtype=int4 deepseek-v3 fp8"),
         ("draft=deepseek-v3 kv_dtype=int4", "kv_dtype=int4 deepseek-v3 fp8"),
         ("budget=robots", "budget=robots did you mean robot?"),
+        ("budget=train train.groups=3", "train.groups=3 8 KV heads [1, 2, 4, 8]"),
+        ("budget=train shape=deepseek-v3", "deepseek-v3 latent"),
+        ("budget=train train.utilisation=2", "train.utilisation=2"),
+        ("budget=train train.memory=16", "train.memory=16 unit GiB"),
         ("budget=robot robot.cameras=0", "robot.cameras=0"),
         ("robot.cameras=0", "robot.cameras=0"),
         ("budget=robot robot.rate=0Hz", "robot.rate=0Hz"),
@@ -385,7 +390,7 @@ def tables(out):
 @pytest.mark.parametrize(
     "command",
     [
-        *re.findall(r"python budget\.py ((?!.*(?:ckpt|path)).*?)(?:   |$)", (ROOT / "budget.py").read_text(), re.M),
+        *re.findall(r"python budget\.py ((?!.*(?:ckpt|path|=train)).*?)(?:   |$)", (ROOT / "budget.py").read_text(), re.M),
         "shape=llama3-70b draft=llama3-8b tp=8 memory=80GiB context=131072 batch=64",
         "shape=deepseek-v3 kv_dtype=fp8 tp=8 memory=80GiB",
         "shape=mistral-7b kv_dtype=int4 batch=8",
@@ -443,13 +448,45 @@ def test_the_tables_say_the_numbers_of_the_json_in_120_columns(call, numbers, co
         assert rows["prefix reused"][0] == readable_seconds(b["robot"]["seconds_reused"])
 
 
-def test_the_readme_shows_what_budget_prints(call):
+@pytest.mark.parametrize(
+    "more", ["", "batch=64 memory=24GiB kv_dtype=int4", "shape=smollm2-1.7b train.groups=8", "train.price=0"]
+)
+def test_the_conversion_is_said_as_counted_in_120_columns(call, numbers, more):
+    args = ["budget=train", *([] if "shape" in more else ["shape=tinyllama-1.1b"]), *more.split()]
+    code, out, err = call("budget", *args)
+    assert (code, err) == (0, "") and max(map(len, out.splitlines())) <= 120
+    b, found = numbers(*args)["train"], tables(out)
+    uptraining = {
+        row[0]: row[1:] for row in found["Uptraining it to 8 KV heads" if "8" in more[-1:] else "Uptraining it to 1 KV head"]
+    }
+    assert uptraining["tokens"][0] == f"{b['tokens']:,.0f}" and uptraining["dollars"][0] == f"{b['dollars']:,.0f}"
+    assert uptraining["hours of one device"][0] == f"{b['seconds'] / 3600:,.0f}"
+    memory = {row[0]: row[1:] for row in found["Memory of the device"]}
+    assert {name: row[0] for name, row in memory.items()} == {
+        n: readable(x) for n, x in (b["parts"] | {"all": b["memory"]}).items()
+    }
+    assert ("does not fit" in memory["all"][1]) == (not b["fits"])
+    for row, counted in zip(next(rows for title, rows in found.items() if "server" in title)[1:], b["held"], strict=True):
+        assert row[1:4] == [str(counted["n_kv"]), f"{counted['params']:,}", readable(counted["bytes_per_token"])]
+        assert row[4:6] == [f"{counted['tokens_held']:,}", f"{counted['sequences_held']:,}"]
+
+
+@pytest.mark.parametrize("block", ["budget", "budget-train"])
+def test_the_readme_shows_what_budget_prints(call, block):
     readme = (ROOT / "README.md").read_text()
-    command = re.search(r"^    python budget\.py (shape=llama3-8b context.*)$", readme, re.M)[1]
-    shown = re.search(r"<!-- budget -->\n(.*?)<!-- /budget -->", readme, re.S)[1]
+    command, shown = re.search(
+        rf"^    python budget\.py (\S+=[^\n]*)\n\n<!-- {block} -->\n(.*?)<!-- /{block} -->", readme, re.M | re.S
+    ).groups()
     code, out, err = call("budget", *command.split())
     assert code == 0, err
     assert [line.strip() for line in shown.splitlines()] == [line.strip() for line in out.splitlines()]
+
+
+@pytest.mark.parametrize("given", [[], ["CKPT=some.pt"], ["GROUPS=2"]])
+def test_make_full_says_what_it_needs_before_anything_is_built(given):
+    done = subprocess.run(["make", "full", *given], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert "CKPT=" in done.stderr and "GROUPS=" in done.stderr
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

@@ -1,6 +1,7 @@
 """Associative recall: what a sequence promises, and runs on it like on any other data."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -191,6 +192,8 @@ def test_what_makes_no_sense_is_one_line(call, cwd):
     ]:
         code, out, err = call(script, *args)
         assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, (script, args, err)
+    code, out, err = call("sample", ckpt, "prompt=k3 v19 k3", "tokens=2")
+    assert code == 0 and re.fullmatch(r"k3 v19 k3( [kv]\d+){2}\n", out), out
     assert sorted(path.name for path in (cwd / "runs/t").iterdir()) == ["r"]
 
 

@@ -17,6 +17,9 @@ from conftest import ROOT, make_text
 from llama_folders import CHARS, llama_folder
 
 import serving
+from data.tokenizer import RecallTokenizer
+from huggingface import to_huggingface
+from model import GPT, GPTConfig
 from serving import (
     Server,
     environment,
@@ -201,3 +204,22 @@ def test_two_models_from_start_to_table_and_again_after_an_interruption(servers,
     assert (loads.itl_ms_p50 <= loads.itl_ms_p95).all() and (loads.itl_ms_p95 <= loads.itl_ms_p99).all()
     flood = loads[loads.kind == "flood"].set_index("model")
     assert flood.sequences_fit["kv8"] < 40 <= flood.sequences_fit["kv2"]  # bound by the cache, and not
+
+
+def test_keys_that_are_looked_up_and_a_padded_embedding(servers, tmp_path):
+    """Answers and loss of a model of recall, and of one with rows beyond its last token, both as our own model has them."""
+    for server in servers.values():
+        server.stop()
+    (tmp_path / "text.txt").write_text("".join(c for c in make_text(9000, letters="ABCabc,. \n") if c in CHARS))
+    recall = GPT(GPTConfig(dialect="llama", n_layer=2, n_kv=2, block_size=128, vocab_size=128))
+    to_huggingface(recall, RecallTokenizer(64, 64), tmp_path / "recall")
+    llama_folder(tmp_path / "padded", 8, n_layer=2, padding=31)
+    few = dict(a.split("=", 1) for a in QUICK) | {"flood": "0", "concurrency": "[2]"}
+    command = [sys.executable, ROOT / "serve.py", "ckpt=recall", "ckpt2=padded", *(f"{k}={v}" for k, v in few.items())]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    rows = pd.read_csv(tmp_path / "results" / "serve.csv")
+    rows = rows[rows.kv_cache_dtype == "auto"].set_index(["model", "kind"])
+    assert rows.same["recall", "recall"] == 1 and rows.examples["recall", "recall"] == 4 * 3  # 16, 32 and 64 tokens apart
+    assert abs(rows.loss_served["padded", "loss"] - rows.loss_ours["padded", "loss"]) < 1e-4
+    assert rows.tokens_per_s["recall", "load"] > 0 and rows.tokens_per_s["padded", "load"] > 0

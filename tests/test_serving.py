@@ -9,12 +9,14 @@ import time
 
 import pandas as pd
 import pytest
+import torch
 from conftest import ROOT, make_text, refusal
 from llama_folders import llama_folder
 from test_cli import refused
 
 import serving
-from served import describe, plain
+from data.recall.task import examples
+from served import describe, plain, recall_examples
 from serving import (
     Child,
     Load,
@@ -29,6 +31,7 @@ from serving import (
     why_no_fp8,
     why_not_served,
 )
+from storage import load_checkpoint, load_model, save_checkpoint
 
 STUB = [sys.executable, str(ROOT / "tests" / "stub_vllm.py")]
 SHAPE = {"n_layer": 6, "n_kv": 8, "head_dim": 32, "latent": None, "windowed": 0}
@@ -313,6 +316,41 @@ def test_our_own_checkpoint_is_exported_once_and_served(call, cwd, stub, tmp_pat
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in exported.iterdir()}
 
 
+RECALL = (
+    "preset=recall", "sweep=t", "wandb=disabled", "threads=1", "model.n_layer=1", "model.block_size=64", "train.batch_size=1",
+    "train.steps=1", "train.warmup_steps=0", "train.dtype=float32",
+)  # fmt: skip
+
+
+def test_a_model_of_recall_finds_keys_in_place_of_a_loss(call, cwd, stub):
+    assert call("train", *RECALL)[0] == 0
+    code, out, err = call("serve", "ckpt=runs/t/kv8-s1/last.pt", *QUICK, "windows=5")
+    assert (code, err) == (0, ""), err
+    recall, *loads = pd.read_csv(cwd / "results" / "serve.csv").to_dict("records")
+    assert recall["kind"] == "recall" and [row["kind"] for row in loads] == ["load", "flood"]
+    tokens, answers, distances = examples(64, 5)  # what training evaluates on: 16 and 32 tokens apart
+    assert recall["examples"] == 10 and recall["tokens"] == 10 * 63  # less the first token
+    checkpoint = load_checkpoint("runs/t/kv8-s1/last.pt")
+    model = load_model(checkpoint).eval()
+    ours = model(tokens[:, 1:])[0][:, -1].argmax(dim=1)
+    assert recall["found_served"] == sum(a == 64 for a in answers) / 10  # the stub says v0
+    assert recall["found_ours"] == (ours == answers).float().mean().item()
+    assert recall["same"] == (ours == 64).float().mean().item()
+    assert "found, served" in out and "difference" not in out and "not all answers are the model's own" in out
+    exported = cwd / "runs" / "serve" / "serve-kv8-s1" / "models" / "kv8-s1"
+    assert describe("ckpt", str(exported))["recall"]
+    refused(call("serve", "ckpt=runs/t/kv8-s1/last.pt", *QUICK, "windows=5", "context=17", "prompt_tokens=[4]"), "context=17")
+
+
+def test_no_pair_loses_its_key_with_the_first_token():
+    for context in (18, 33, 34, 64, 1024):
+        tokens, answers = recall_examples(4, context)
+        assert tokens.shape == (len(answers), context - 1)
+        for row, answer in zip(tokens.tolist(), answers, strict=True):
+            assert row[row.index(row[-1]) + 1] == answer
+    assert tokens.equal(examples(1024, 4)[0][:, 1:])
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_the_servers_too(tmp_path, stub, folders, number):
     main = (
@@ -389,11 +427,21 @@ def test_a_checkpoint_that_gpt2s_class_cannot_hold_and_names_with_signs(call, cw
     tiny = ("preset=smoke", "sweep=t", "wandb=disabled", "threads=1", "model.n_embd=256", "model.n_layer=1", "train.steps=1")
     tiny += ("train.warmup_steps=0", "train.dtype=float32", "train.batch_size=1")
     assert call("train", *tiny, "model.n_kv=2", "model.block_size=64", "data.source=input.txt")[0] == 0
-    refused(call("serve", "ckpt=runs/t/kv2-s1/last.pt", *QUICK), "n_kv=2", "model=llama")
+    refused(call("serve", "ckpt=runs/t/kv2-s1/last.pt", *QUICK), "ckpt=runs", "n_kv=2", "model=llama")
+    assert not (cwd / "runs" / "serve").exists()
     odd = tmp_path / "iter=10 loss=1.4"
     os.symlink(folders[2], odd)
     assert describe("ckpt", str(tmp_path / "iter=10 loss=1.4"))["name"] == "kv2"  # what it is a link to
     assert plain("iter=10 loss=1.4") == "iter-10-loss-1.4" and plain("..") == "model"
+
+
+def test_weights_that_no_folder_can_hold_are_refused_before_there_is_a_run(call, cwd, stub):
+    assert call("train", *RECALL)[0] == 0
+    checkpoint = load_checkpoint("runs/t/kv8-s1/last.pt")
+    checkpoint["model"]["h.0.mlp.c_fc.weight"][0, 0] = torch.inf
+    save_checkpoint("broken.pt", checkpoint)
+    refused(call("serve", "ckpt=broken.pt", *QUICK), "ckpt=broken.pt", "h.0.mlp.c_fc.weight")
+    assert not (cwd / "runs" / "serve").exists()
 
 
 def test_without_vllm_it_says_how_to_get_it(call, folders, tmp_path, monkeypatch):

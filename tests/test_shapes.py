@@ -61,6 +61,7 @@ PUBLISHED = {  # config.json as on the Hub, without the entries that change no w
     "llama3-70b": config_of("llama", 80, 64, 8192, 28672, 128256, 8192, 8, **UNTIED),
     "smollm2-135m": config_of("llama", 30, 9, 576, 1536, 49152, 8192, 3, **TIED),
     "smollm2-1.7b": config_of("llama", 24, 32, 2048, 8192, 49152, 8192, 32, **TIED),
+    "tinyllama-1.1b": config_of("llama", 22, 32, 2048, 5632, 32000, 2048, 4, **UNTIED),
     "mistral-7b": config_of("mistral", 32, 32, 4096, 14336, 32000, 32768, 8, sliding_window=4096, **UNTIED),
     "mixtral": config_of("mixtral", 32, 32, 4096, 14336, 32000, 32768, 8, num_local_experts=8, num_experts_per_tok=2,
                          sliding_window=None, **UNTIED),

@@ -51,9 +51,26 @@ def test_char_refuses_what_it_does_not_know():
         assert "0 to 3" in refusal(tokenizer.decode, [0, i])
 
 
-@pytest.mark.parametrize("state", [None, {}, {"kind": "word"}, {"kind": "char"}, {"kind": "char", "chars": 3}])
+@pytest.mark.parametrize(
+    "state", [None, {}, {"kind": "word"}, {"kind": "char"}, {"kind": "char", "chars": 3}, {"kind": "recall", "keys": 64}]
+)
 def test_unknown_tokenizer_state(state):
     assert "allowed: 'char'" in refusal(tokenizer_from, state)
+
+
+def test_recall_has_a_word_for_each_token_here_and_in_other_programs():
+    from tokenizers import Tokenizer
+
+    tokenizer = tokenizer_from({"kind": "recall", "keys": 64, "values": 64})
+    assert tokenizer.decode([0, 63, 64, 127]) == "k0 k63 v0 v63" and tokenizer.vocab_size == 128
+    theirs, every = Tokenizer.from_str(tokenizer.json()), list(range(128))
+    for ids in (every, every[::-1], [5, 5, 70]):
+        text = tokenizer.decode(ids)
+        assert tokenizer.encode(text) == ids == theirs.encode(text).ids and theirs.decode(ids) == text
+    assert tokenizer.encode(" k1\n v1  ") == [1, 65]
+    assert "'v64' is no token: k0 to k63 and v0 to v63" in refusal(tokenizer.encode, "k1 v64")
+    assert "allowed" in refusal(tokenizer.decode, [128])
+    assert tokenizer_from(tokenizer.state()).state() == tokenizer.state()
 
 
 def test_char_path_never_imports_tiktoken(tmp_path):
