@@ -14,7 +14,7 @@ PARENTS = $(subst $(comma),/last.pt$(comma)runs/$(PRESET)/kv8-s,runs/$(PRESET)/k
 export PYTHONUNBUFFERED = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data sweep train uptrain uptrain-curve uptrain-pretrained eval pretrained quant recall quant-pretrained bench bench-caches serve serve-setup serve-test full analysis calculator dashboard sync test test-slow lint clean
+.PHONY: help setup data sweep train uptrain uptrain-curve uptrain-pretrained eval pretrained quant recall quant-pretrained bench bench-caches serve serve-recall serve-setup serve-test full analysis calculator dashboard sync test test-slow lint clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -155,6 +155,16 @@ serve: CKPT  ?= runs/llama/kv8-s1/last.pt
 serve: CKPT2 ?= $(if $(filter runs/llama/kv8-s1/last.pt,$(CKPT)),runs/llama/kv2-s1/last.pt)
 serve: $(READY) .venv-serve/.ready  ## CKPT and CKPT2 on a real vLLM: capacity, latency, throughput (ARGS="memory=1GiB")
 	$(PY) serve.py ckpt=$(CKPT) $(if $(CKPT2),ckpt2=$(CKPT2)) $(ARGS)
+
+FOUND_BY = $(PY) serve.py concurrency=[] prompt_tokens=[] flood=0
+serve-recall: $(READY) .venv-serve/.ready  ## how many keys are found through vLLM: MHA, pooled, uptrained (after make recall)
+	for pool in mean svd; do for made in pooled:0 uptrained:0.05; do \
+	  $(PY) uptrain.py ckpt=runs/recall/kv8-s1/last.pt groups=2 pool=$$pool fraction=$${made#*:} sweep=recall-served \
+	    name=$$pool-$${made%:*} || exit 1; done; done
+	$(FOUND_BY) ckpt=runs/recall/kv8-s1/last.pt
+	for pool in mean svd; do \
+	  $(FOUND_BY) ckpt=runs/recall-served/$$pool-pooled/last.pt ckpt2=runs/recall-served/$$pool-uptrained/last.pt || exit 1; done
+	$(PY) analysis/serve_tables.py
 
 # The model by its name: kv8-s1 of runs/llama/kv8-s1/last.pt, else what its file or folder is called
 PARENT = $(patsubst %.pt,%,$(notdir $(patsubst %/last.pt,%,$(patsubst %/,%,$(CKPT)))))

@@ -87,7 +87,7 @@ def table(result):
         f"  right after pooling       {pooled:.4f}   (+{pooled - parent:.4f}; ln(vocabulary) = {result['loss_uniform']:.4f})",
         f"  after uptraining          {uptrained:.4f}   (+{uptrained - parent:.4f} above the parent)",
     ]
-    if pooled > max(parent, uptrained):
+    if result["steps"] and pooled > max(parent, uptrained):
         lines.append(f"  of the jump, won back     {(pooled - uptrained) / (pooled - parent):.1%}")
     elif steps := result["steps"]:
         lines.append(
