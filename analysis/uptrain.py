@@ -99,8 +99,8 @@ def draw(table, title):
         ax.set_title(f.label(n, n_head))
         ax.set_xlabel("% of the parent's steps")
     axes[0][0].set_ylabel("loss minus the parent's (nats per token)")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    shown = {label: line for ax in axes[0] for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    fig.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=3, frameon=False)
     fig.suptitle(title)
     return fig
 
@@ -135,9 +135,7 @@ for table in curves.values():
         ax.set_xscale("symlog", linthresh=0.01, linscale=0.6)
         ax.set_xticks([0, 0.01, 0.1, 1], ["0", "0.01", "0.1", "1"])
         dialect = table.dialect.iloc[0]
-        ax.set_title(
-            f"what pooling still costs after uptraining, dialect {dialect}: each seed, mean and 95 % interval", loc="left"
-        )
+        ax.set_title(f"dialect {dialect}, after uptraining: each seed (numbered), mean and 95 % interval", loc="left")
         f.show(fig, f"uptrain_cost_{dialect}")
 
 # %% [markdown]
