@@ -79,10 +79,10 @@ class Settings:
 def table(result):
     parent, pooled, uptrained = result["loss_parent"], result["loss_pooled"], result["val_loss_final"]
     at = f" at {rate:g} of its peak rate" if (rate := result.get("rate", 1)) != 1 else ""
+    how = f", pool={result['pool']}" if result["groups"] <= result["n_kv_parent"] else ", each copied"
     of = f" ({result['fraction']:.1%} of the parent's {result['parent_steps']})" if result["parent_steps"] else ""
     lines = [
-        f"\n{result['name']}: {result['n_kv_parent']} -> {result['groups']} KV heads, pool={result['pool']}, "
-        f"{result['steps']} steps{of}{at}",
+        f"\n{result['name']}: {result['n_kv_parent']} -> {result['groups']} KV heads{how}, {result['steps']} steps{of}{at}",
         f"  parent                    {parent:.4f} nats per token",
         f"  right after pooling       {pooled:.4f}   (+{pooled - parent:.4f}; ln(vocabulary) = {result['loss_uniform']:.4f})",
         f"  after uptraining          {uptrained:.4f}   (+{uptrained - parent:.4f} above the parent)",

@@ -83,6 +83,7 @@ def test_more_heads_compute_the_same_and_pooling_them_gives_the_parent_back_to_t
     for name, groups in (("gqa", 8), ("gqa-to-kv8-0steps", 2)):
         code, out, err = call("uptrain", f"ckpt=runs/t/{name}/last.pt", f"groups={groups}", "steps=0", *QUIET)
         assert code == 0, err
+        assert ("2 -> 8 KV heads, each copied, 0 steps" in out) == (groups == 8)
     wide = summary(cwd, "gqa-to-kv8-0steps")
     assert wide["n_kv"] == 8 and wide["loss_pooled"] == pytest.approx(wide["loss_parent"], abs=1e-6)
     back = load_checkpoint(cwd / "runs/t/gqa-to-kv8-0steps-to-kv2-mean-0steps/last.pt")
