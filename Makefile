@@ -188,6 +188,7 @@ analysis: $(READY)  ## tables and notebooks from the runs of PRESET
 	$(PY) analysis/notebooks.py sweep=$(PRESET)
 	$(PY) analysis/tables.py sweep=$(PRESET)
 	$(PY) analysis/quant_tables.py sweep=$(PRESET)
+	$(if $(wildcard runs/$(PRESET)-curve),$(PY) analysis/uptrain_tables.py sweep=$(PRESET))
 	$(if $(wildcard results/serve.csv),$(PY) analysis/serve_tables.py)
 
 calculator: $(READY)  ## the budget as a page to play with: calculator.html, one file, no network needed
