@@ -44,8 +44,8 @@ f.say(*(f"*Not here:* {line}." for line in missing), *(f"`{name}`: {u.conditions
 # the parent's, seed by seed. The scale is logarithmic beyond ±0.01 nats, and linear within.
 #
 # Training on moves the loss by itself, also where nothing was pooled: that is the grey line, the parent trained on. A restart
-# at the parent's peak rate takes so few steps further away from the minimum, not closer; at a tenth of it the parent improves.
-# Heads that pooling broke need the high rate, and heads that are nearly whole the low one.
+# at the parent's peak rate takes so few steps further away from the minimum, not closer, so svd, which leaves little to mend,
+# goes on at a tenth of it, and is compared with the parent trained on at that.
 
 # %%
 LOOKS = {
