@@ -97,7 +97,7 @@ quant: $(READY)  ## loss of the sweep's models through FP8, KIVI and KVQuant cac
 	$(call through,eval.py sweep=$(PRESET) batches=[] newest=16 exact=keys$(comma)values windows=16,$(CODED)); \
 	$(PY) analysis/quant_tables.py sweep=$(PRESET) || status=1; exit $$status
 
-uptrain-pretrained: STEPS ?= 40
+uptrain-pretrained: STEPS ?= 30
 uptrain-pretrained: JOBS = 1
 uptrain-pretrained: pretrained  ## SmolLM2-135M: its 3 KV heads as 9 and back again; and as 1, pooled in three ways and trained on
 	@status=0; \
