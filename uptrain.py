@@ -89,7 +89,7 @@ def table(result):
     ]
     if result["steps"] and pooled > max(parent, uptrained):
         lines.append(f"  of the jump, won back     {(pooled - uptrained) / (pooled - parent):.1%}")
-    elif steps := result["steps"]:
+    elif (steps := result["steps"]) and uptrained > pooled:
         lines.append(
             f"  of the jump, won back     none: these {steps} steps made the loss worse, as they may the parent's (groups={result['n_kv_parent']})"
         )

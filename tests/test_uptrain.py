@@ -235,7 +235,12 @@ def test_another_text_of_the_same_letters_is_taken_only_when_asked_for(call, mha
 
 @pytest.mark.parametrize(
     "pooled, uptrained, steps, said",
-    [(3.0, 2.25, 8, "won back     75.0%"), (2.001, 2.1, 8, "none: these 8 steps made the loss worse"), (3.0, 3.0, 0, None)],
+    [
+        (3.0, 2.25, 8, "won back     75.0%"),
+        (2.001, 2.1, 8, "none: these 8 steps made the loss worse"),
+        (2.0, 1.9, 8, None),
+        (3.0, 3.0, 0, None),
+    ],
 )
 def test_the_table_says_what_was_won_back_only_where_something_was(pooled, uptrained, steps, said):
     result = {"name": "a", "n_kv_parent": 8, "groups": 2, "pool": "svd", "steps": steps, "fraction": 0.05, "parent_steps": 160}
