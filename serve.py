@@ -390,14 +390,14 @@ def measure_all(some, kv, cfg, models, folder, run, rows, how):
             if case["kind"] in ("load", "flood"):
                 length = case["prompt_tokens"] + cfg.output_tokens
                 row["sequences_fit"] = serving.sequences_at_once(row["blocks"], row["block_size"], length)
+            run.log(row, step=len(rows))  # first: what has been said is kept, whatever comes next
+            rows.append(row)
             say(row)
             if (kv, dtype) == ("auto", "float32"):
                 if case["kind"] == "loss" and not abs(row["loss_served"] - row["loss_ours"]) < EQUAL:
                     print(f"note: the served model is not the model: its loss differs by more than {EQUAL:g}", flush=True)
                 if case["kind"] == "recall" and row["same"] < 1:
                     print("note: not all answers are the model's own: where two tokens are as likely, that may be", flush=True)
-            run.log(row, step=len(rows))
-            rows.append(row)
 
 
 if __name__ == "__main__":
