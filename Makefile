@@ -166,19 +166,20 @@ serve-recall: $(READY) .venv-serve/.ready  ## how many keys are found through vL
 	  $(FOUND_BY) ckpt=runs/recall-served/$$pool-pooled/last.pt ckpt2=runs/recall-served/$$pool-uptrained/last.pt || exit 1; done
 	$(PY) analysis/serve_tables.py
 
-# The model by its name: kv8-s1 of runs/llama/kv8-s1/last.pt, else what its file or folder is called
-PARENT = $(patsubst %.pt,%,$(notdir $(patsubst %/last.pt,%,$(patsubst %/,%,$(CKPT)))))
-FEWER  = $(PARENT)-to-kv$(GROUPS)-$(POOL)
+# The model by its name: llama-kv8-s1 of runs/llama/kv8-s1/last.pt, else what its file or folder is called
+PARENT = $(patsubst %.pt,%,$(if $(filter runs/%/last.pt,$(CKPT)),$(subst /,-,$(patsubst runs/%/last.pt,%,$(CKPT))),$(notdir $(patsubst %/,%,$(CKPT)))))
+FEWER  = $(PARENT)-to-kv$(GROUPS)-$(POOL)$(if $(STEPS),-$(STEPS)steps)
 POOL  ?= svd
 full: $(READY) .venv-serve/.ready  ## CKPT to GROUPS KV heads, both on a real vLLM (POOL=mean STEPS=… UPTRAIN="…" SERVE="…")
+	$(PY) export.py ckpt=$(CKPT) out=exported/full/$(PARENT) groups=$(GROUPS)
 	$(PY) uptrain.py ckpt=$(CKPT) groups=$(GROUPS) pool=$(POOL) sweep=full name=$(FEWER) $(if $(STEPS),steps=$(STEPS)) $(UPTRAIN)
-	$(PY) export.py ckpt=$(CKPT) out=exported/full/$(PARENT)
 	$(PY) export.py ckpt=runs/full/$(FEWER)/last.pt out=exported/full/$(FEWER)
 	$(PY) serve.py ckpt=exported/full/$(PARENT) ckpt2=exported/full/$(FEWER) sweep=full out=runs/full/serve.csv $(SERVE)
 	$(PY) analysis/serve_tables.py from=runs/full/serve.csv
 
 ifneq ($(filter full,$(MAKECMDGOALS)),)  # before an environment is built for nothing
   $(if $(and $(CKPT),$(GROUPS)),,$(error make full needs CKPT=… (a Hugging Face folder or a checkpoint of the llama dialect) and GROUPS=… (its new number of KV heads)))
+  $(if $(filter name=% sweep=% keep=%,$(UPTRAIN)),$(error UPTRAIN="$(UPTRAIN)": what is made has its name, sweep and checkpoint from make full, which goes on with them))
 endif
 
 serve-test: $(READY) .venv-serve/.ready  ## the tests that start a real vLLM (under 15 minutes on 2 cores, its set-up included)

@@ -297,7 +297,9 @@ def print_train(shape, s, t, b):
 
     what = {"weights": "float32", "gradients": "float32", "AdamW": "two moments, float32", "bfloat16": "the weights in 16 bits"}
     rows = [(name, readable(n), what.get(name, sequences)) for name, n in b["parts"].items()]
-    fits = "fits" if b["fits"] else "does not fit: a smaller batch= needs less"
+    less = "shorter sequences (context=) need" if s["batch"] == 1 else "a smaller batch= needs"
+    kept = sum(n for name, n in b["parts"].items() if name != "activations")
+    fits = "fits" if b["fits"] else f"does not fit{f': {less} less' if kept < s['memory'] else ', whatever the batch'}"
     columns("Memory of the device", [*rows, ("all", readable(b["memory"]), f"of {readable(s['memory'])}: {fits}")], "<><")
 
     first = b["held"][0]["bytes_per_token"]

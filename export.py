@@ -5,7 +5,8 @@ Write a checkpoint as a Hugging Face folder, which transformers, vLLM and most o
     python export.py ckpt=runs/llama/kv2-s1/last.pt out=exported/llama dtype=bfloat16
 
 Models of the llama dialect become LlamaForCausalLM, those of the gpt2 dialect with n_kv = n_head GPT2LMHeadModel; what
-these classes cannot express is refused. The tokenizer goes along, so a character model takes and gives text there too.
+these classes cannot express is refused. groups=2 also refuses, before hours are spent on it, a model that could not be exported,
+or served by vLLM here, with so many KV heads. The tokenizer goes along, so a character model takes and gives text there too.
 Prints the files, and how to load them. The folder appears whole or not at all.
 """
 
@@ -16,7 +17,10 @@ import torch
 
 from cli import InputError, script
 from data.tokenizer import tokenizer_from
-from huggingface import refuse_folder, to_huggingface
+from huggingface import config_to, refuse_folder, to_huggingface
+from pooling import pooled_config
+from serving import why_not_served
+from shapes import checkpoint_shape
 from storage import find_checkpoint, load_checkpoint, load_model
 
 SERVED = (32, 48, 64, 80, 96, 112, 128)  # head_dim that vLLM has been seen to serve on a CPU
@@ -30,12 +34,23 @@ class Settings:
     ckpt: str
     out: str
     dtype: str
+    groups: int | None
 
     def __post_init__(self):
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype} is not allowed: {', '.join(DTYPES)}")
         if not self.out.strip():
             raise ValueError("out is empty: give the folder to write")
+
+
+def refuse_later(path, config, groups):
+    """InputError where a model could not go out with so many KV heads, or not be served by vLLM on this machine."""
+    try:
+        config_to(pooled_config(config, groups, "mean"), "float32")
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    if why := why_not_served(checkpoint_shape(path), "cuda" if torch.cuda.is_available() else "cpu"):
+        raise InputError(f"{path} cannot be served here: {why}")
 
 
 @script("export", Settings)
@@ -47,6 +62,8 @@ def main(cfg):
         raise InputError(f"out={out} is the checkpoint itself: give another folder")
     checkpoint = load_checkpoint(path)
     model = load_model(checkpoint)
+    if cfg.groups is not None:
+        refuse_later(path, model.config, cfg.groups)
     textless = checkpoint["tokenizer"]["kind"] == "none"
     tokenizer = None if textless else tokenizer_from(checkpoint["tokenizer"])
     was = checkpoint["config"]
@@ -68,7 +85,7 @@ def main(cfg):
         + ("" if textless else f", AutoTokenizer.from_pretrained({str(out)!r})")
         + f"\nvLLM          python -m vllm.entrypoints.openai.api_server --model {out} --dtype {cfg.dtype}"
         + (" --skip-tokenizer-init" if textless else "")
-        + f"\nnanoGQA       python sample.py ckpt={out}"
+        + ("" if textless else f"\nnanoGQA       python sample.py ckpt={out}")
     )
     if c.head_dim not in SERVED:
         print(f"note: vLLM on a CPU serves heads of {', '.join(map(str, SERVED))} numbers; these have {c.head_dim}")

@@ -51,6 +51,10 @@ def find_checkpoint(ckpt):
     files = sorted(files + [p.parent.name for p in CHECKPOINTS.glob("*/config.json")])
     have = f"{', '.join(files)}{nearest(ckpt, files)}" if files else "nothing yet, `make sweep` fills it"
     wrong = f"ckpt={ckpt}: no such file, nor a Hugging Face folder, here or in {CHECKPOINTS}/ ({have})"
+    if Path(ckpt).is_dir():
+        wrong = (
+            f"ckpt={ckpt}: the folder has no config.json, so it is no Hugging Face folder; of a run of ours give its last.pt"
+        )
     if Path(ckpt).exists() or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", ckpt) or ckpt.endswith(".pt"):
         raise InputError(wrong)
     try:

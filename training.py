@@ -46,8 +46,9 @@ class TrainConfig:
         for name in ("batch_size", "eval_interval", "save_interval", "log_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.steps < 0 or self.warmup_steps < 0:
-            raise ValueError(f"steps={self.steps} and warmup_steps={self.warmup_steps} cannot be negative")
+        for name in ("steps", "warmup_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} cannot be negative")
         if not 0 < self.lr < math.inf or not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"lr={self.lr}, min_lr={self.min_lr}: lr must be positive and min_lr between 0 and lr")
         for name in ("beta1", "beta2"):

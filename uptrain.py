@@ -197,6 +197,8 @@ def main(cfg):
     if state == "finished":
         print(f"{name}: finished before ({folder})")
         print(table(json.loads((folder / "summary.json").read_text())))
+        if cfg.keep and not (folder / "last.pt").exists():
+            print(f"  its checkpoints were deleted (keep=false): delete {folder} too, and the same command makes them again")
         return
     print(f"{name}: from {path} ({was['sweep']}/{was['name']}, {checkpoint['total_iterations']} steps)", flush=True)
     seen = None

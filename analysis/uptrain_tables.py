@@ -132,11 +132,18 @@ def summary(table, fraction=SHOWN):
 
 
 def pretrained_table(runs):
-    """One row a conversion of SmolLM2, or of one of those: losses before, right after, and after its steps."""
-    rows = runs[(runs.job_type == "uptrain") & (runs.state == "finished")].assign(loss_uptrained=lambda r: r.val_loss_final)
+    """
+    One row a conversion of SmolLM2, or of one of those: losses before, right after, and after its steps. Other parents that
+    were not trained here have their conversions in runs/pretrained/ too.
+    """
+    ours = runs["parent.name"].astype(str).str.match(r"smollm2(-to-kv|$)") if len(runs) else []
+    rows = runs[(runs.job_type == "uptrain") & (runs.state == "finished") & ours].assign(
+        loss_uptrained=lambda r: r.val_loss_final
+    )
     rows = rows.assign(parent=rows["parent.name"], window=rows.window.fillna(rows["model.block_size"]))
     rows.loc[rows.groups >= rows.n_kv_parent, "pool"] = KEPT
     rows.loc[rows.steps == 0, "rate"] = float("nan")
+    rows = rows.astype({key: "Int64" for key in ("n_kv_parent", "groups", "steps", "window")})
     return rows.reindex(columns=PRETRAINED_COLUMNS).sort_values(["n_kv_parent", "groups", "loss_pooled"]).reset_index(drop=True)
 
 

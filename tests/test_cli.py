@@ -483,12 +483,12 @@ def test_the_readme_shows_what_budget_prints(call, block):
     assert [line.strip() for line in shown.splitlines()] == [line.strip() for line in out.splitlines()]
 
 
-@pytest.mark.parametrize("given", [[], ["CKPT=some.pt"], ["GROUPS=2"]])
+@pytest.mark.parametrize("given", [[], ["CKPT=some.pt"], ["GROUPS=2"], ["CKPT=some.pt", "GROUPS=2", "UPTRAIN=steps=5 name=x"]])
 def test_make_full_says_what_it_needs_before_anything_is_built(given):
     env = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}  # `make test` would be a make above
     done = subprocess.run(["make", "full", *given], cwd=ROOT, capture_output=True, text=True, env=env)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert "CKPT=" in done.stderr and "GROUPS=" in done.stderr
+    assert "UPTRAIN=" in done.stderr if len(given) == 3 else "CKPT=" in done.stderr and "GROUPS=" in done.stderr
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

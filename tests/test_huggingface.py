@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_text, refusal
+from conftest import TINY, make_text, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 from offline import GPT2_DIR, needs_gpt2
@@ -303,7 +303,7 @@ def test_folders_without_config_or_safetensors_are_refused(tmp_path, cwd):
         (folder / "config.json").write_text(raw)
         assert "config.json" in refusal(load_checkpoint, folder)
     (folder / "config.json").unlink()
-    assert "no such file, nor a Hugging Face folder" in refusal(find_checkpoint, str(folder))
+    assert "the folder has no config.json" in refusal(find_checkpoint, str(folder))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -624,6 +624,18 @@ def test_export_refuses_in_one_line(call, folder, cwd, given, words):
     code, out, err = call("export", *given)
     assert code == 2 and out == "" and err.count("\n") == 1 and words in err
     assert sorted(path for path in cwd.rglob("*")) == before
+
+
+def test_what_could_not_go_out_once_it_has_fewer_heads_is_refused_before_anything_is_written(call, cwd, mha):
+    assert call("train", *TINY, "model=llama", "sweep=l", "train.steps=1")[0] == 0
+    for args, words in (
+        (["ckpt=mha.pt", "groups=2"], "GPT2LMHeadModel"),
+        (["ckpt=mha.pt", "groups=3"], "groups can be [1, 2, 4, 8]"),
+        (["ckpt=runs/l/kv8-s1/last.pt", "groups=2"], "vLLM on a CPU serves heads of"),
+    ):
+        code, out, err = call("export", *args, "out=exported/x")
+        assert (code, out) == (2, "") and words in err and err.count("\n") == 1, err
+    assert not (cwd / "exported").exists()
 
 
 def test_export_of_a_gpt2_with_fewer_kv_heads_is_refused(call, cwd, mha):

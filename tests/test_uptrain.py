@@ -168,7 +168,9 @@ def test_only_the_numbers_are_kept_if_so_asked(call, mha, cwd):
     assert call("uptrain", "ckpt=mha.pt", "groups=2", "keep=false", *QUIET)[0] == 0
     folder = cwd / "runs/t/kv8-s1-to-kv2-mean"
     assert not list(folder.glob("*.pt")) and summary(cwd, folder.name)["val_loss_final"] == rows(folder)[-1]["val/loss"]
-    assert "finished before" in call("uptrain", "ckpt=mha.pt", "groups=2", "keep=false", *QUIET)[1]
+    again = call("uptrain", "ckpt=mha.pt", "groups=2", "keep=false", *QUIET)[1]
+    assert "finished before" in again and "were deleted" not in again
+    assert "its checkpoints were deleted (keep=false)" in call("uptrain", "ckpt=mha.pt", "groups=2", *QUIET)[1]
 
 
 def test_svd_goes_on_at_a_tenth_of_the_parents_peak_rate_also_in_the_next_generation(call, mha, cwd):

@@ -166,6 +166,7 @@ def test_conversions_of_smollm2(tmp_path):
     for parent, before, groups, pool, steps, pooled, after in (
         ("smollm2", 3, 9, "mean", 0, 3.4, 3.4), ("smollm2-to-kv9-0steps", 9, 3, "mean", 0, 3.4, 3.4),
         ("smollm2", 3, 1, "mean", 40, 9.7, 6.0), ("smollm2", 3, 1, "svd", 40, 4.4, 3.9), ("smollm2", 3, 3, "mean", 40, 3.4, 3.2),
+        ("llama", 8, 2, "svd", 40, 2.0, 1.9), ("my-smollm2", 3, 1, "svd", 40, 2.0, 1.9),  # somebody's, of no concern here
     ):  # fmt: skip
         summary = {"groups": groups, "n_kv_parent": before, "pool": pool, "steps": steps, "loss_pooled": pooled, **about}
         folder = sweep / f"{parent}-to-kv{groups}-{pool}"
