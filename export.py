@@ -5,8 +5,8 @@ Write a checkpoint as a Hugging Face folder, which transformers, vLLM and most o
     python export.py ckpt=runs/llama/kv2-s1/last.pt out=exported/llama dtype=bfloat16
 
 Models of the llama dialect become LlamaForCausalLM, those of the gpt2 dialect with n_kv = n_head GPT2LMHeadModel; what
-these classes cannot express is refused. groups=2 also refuses, before hours are spent on it, a model that could not be exported,
-or served by vLLM here, with so many KV heads. The tokenizer goes along, so a character model takes and gives text there too.
+these classes cannot express is refused. The tokenizer goes along, so a character model takes and gives text there too.
+groups=2 also refuses, before hours are spent on it, what could not be exported, or served by vLLM here, with 2 KV heads.
 Prints the files, and how to load them. The folder appears whole or not at all.
 """
 
@@ -20,10 +20,8 @@ from data.tokenizer import tokenizer_from
 from huggingface import config_to, refuse_folder, to_huggingface
 from pooling import pooled_config
 from serving import why_not_served
-from shapes import checkpoint_shape
 from storage import find_checkpoint, load_checkpoint, load_model
 
-SERVED = (32, 48, 64, 80, 96, 112, 128)  # head_dim that vLLM has been seen to serve on a CPU
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -43,13 +41,18 @@ class Settings:
             raise ValueError("out is empty: give the folder to write")
 
 
+def unserved(config, device):
+    """Why vLLM does not serve such a model on a device, in words, or None: our dialects know no latent vectors and no windows."""
+    return why_not_served({"head_dim": config.head_dim, "latent": None, "windowed": None}, device)
+
+
 def refuse_later(path, config, groups):
     """InputError where a model could not go out with so many KV heads, or not be served by vLLM on this machine."""
     try:
         config_to(pooled_config(config, groups, "mean"), "float32")
     except ValueError as error:
         raise InputError(str(error)) from None
-    if why := why_not_served(checkpoint_shape(path), "cuda" if torch.cuda.is_available() else "cpu"):
+    if why := unserved(config, "cuda" if torch.cuda.is_available() else "cpu"):
         raise InputError(f"{path} cannot be served here: {why}")
 
 
@@ -87,8 +90,8 @@ def main(cfg):
         + (" --skip-tokenizer-init" if textless else "")
         + ("" if textless else f"\nnanoGQA       python sample.py ckpt={out}")
     )
-    if c.head_dim not in SERVED:
-        print(f"note: vLLM on a CPU serves heads of {', '.join(map(str, SERVED))} numbers; these have {c.head_dim}")
+    if why := unserved(c, "cpu"):
+        print(f"note: {why}")
 
 
 if __name__ == "__main__":
