@@ -136,7 +136,7 @@ def pretrained_table(runs):
     One row a conversion of SmolLM2, or of one of those: losses before, right after, and after its steps. Other parents that
     were not trained here have their conversions in runs/pretrained/ too.
     """
-    ours = runs["parent.name"].astype(str).str.match(r"smollm2(-to-kv|$)") if len(runs) else []
+    ours = runs["parent.name"].astype(str).str.match(r"smollm2(-to-kv|$)")
     rows = runs[(runs.job_type == "uptrain") & (runs.state == "finished") & ours].assign(
         loss_uptrained=lambda r: r.val_loss_final
     )
