@@ -85,8 +85,9 @@ def table(result):
         f"\n{result['name']}: {result['n_kv_parent']} -> {result['groups']} KV heads{how}, {result['steps']} steps{of}{at}",
         f"  parent                    {parent:.4f} nats per token",
         f"  right after pooling       {pooled:.4f}   (+{pooled - parent:.4f}; ln(vocabulary) = {result['loss_uniform']:.4f})",
-        f"  after uptraining          {uptrained:.4f}   (+{uptrained - parent:.4f} above the parent)",
     ]
+    if result["steps"]:
+        lines.append(f"  after uptraining          {uptrained:.4f}   (+{uptrained - parent:.4f} above the parent)")
     if result["steps"] and pooled > max(parent, uptrained):
         lines.append(f"  of the jump, won back     {(pooled - uptrained) / (pooled - parent):.1%}")
     elif (steps := result["steps"]) and uptrained > pooled:

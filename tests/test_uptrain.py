@@ -248,3 +248,4 @@ def test_the_table_says_what_was_won_back_only_where_something_was(pooled, uptra
     result = {"name": "a", "n_kv_parent": 8, "groups": 2, "pool": "svd", "steps": steps, "fraction": 0.05, "parent_steps": 160}
     text = table({**result, "loss_parent": 2.0, "loss_pooled": pooled, "val_loss_final": uptrained, "loss_uniform": 4.0})
     assert ("won back" in text) == (said is not None) and (said or "") in text
+    assert ("after uptraining" in text) == (steps > 0)
