@@ -479,3 +479,17 @@ def test_a_reader_that_has_seen_enough_ends_the_script_without_a_word(args):
     ended = subprocess.run([sys.executable, ROOT / "budget.py", *args], env=env, stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ("memory=20GiB batch=8", "does not fit: a smaller batch= needs less"),
+        ("memory=20GiB batch=1 context=200000", "does not fit: shorter sequences (context=) need less"),
+        ("memory=1GiB batch=1", "does not fit, whatever the batch"),
+        ("memory=80GiB batch=8", ": fits"),
+    ],
+)
+def test_training_that_does_not_fit_is_told_what_would_help(call, given, words):
+    code, out, err = call("budget", "budget=train", "shape=tinyllama-1.1b", "train.groups=2", *given.split())
+    assert code == 0 and words in out, err
